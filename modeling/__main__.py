@@ -1,0 +1,5 @@
+"""`python -m transformer2` is the `transformer2` command."""
+
+from transformer2_cli import main
+
+main()

@@ -1,0 +1,81 @@
+"""The library's two-state cache layers (keys and values, plus the states of local operators), repaired.
+
+Up to transformers 5.24 the hybrid layers take some methods from the wrong base class: static ones cannot be cropped and
+deny their length, and batch operations and offloading treat the extra states wrongly. These subclasses put that right;
+`repair` puts them into a cache in place of the library's, without registering anything.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+from transformers import cache_utils as library
+from transformers.cache_utils import Cache
+
+
+class _Repaired:
+    """What holds for dynamic and static layers alike. `attention` is the class that keeps the keys and values."""
+
+    _layer_type = None  # a type would replace the library's class for the whole process
+    attention: type
+
+    def _apply(self, function: Callable[[Tensor], Tensor]) -> None:
+        for slot, filled in self.is_conv_states_initialized.items():
+            if filled:
+                self.conv_states[slot] = function(self.conv_states[slot])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.get_seq_length() > 0:
+            self.keys = self.keys.repeat_interleave(repeats, dim=0)
+            self.values = self.values.repeat_interleave(repeats, dim=0)
+        self._apply(lambda state: state.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.get_seq_length() > 0:
+            self.keys, self.values = self.keys[indices, ...], self.values[indices, ...]
+        self._apply(lambda state: state[indices, ...])
+
+    def offload(self) -> None:
+        self.attention.offload(self)  # not the states: operators after attention still need them
+
+    def prefetch(self) -> None:
+        self.attention.prefetch(self)
+
+
+class DynamicHybridLayer(_Repaired, library.LinearAttentionAndFullAttentionLayer):
+    attention = library.DynamicLayer
+
+
+class StaticHybridLayer(_Repaired, library.LinearAttentionAndStaticFullAttentionLayer):
+    attention = library.StaticLayer
+    supports_early_init = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        library.LinearAttentionLayer.crop(self, tokens_to_remove)
+        library.StaticLayer.crop(self, tokens_to_remove)
+
+    def get_max_length(self) -> int:
+        return self.max_cache_len
+
+
+def repair(cache: Cache | None, config) -> None:
+    """Make `cache` fit a model of this configuration, in place.
+
+    Unused hybrid layers are replaced by the repaired ones, and a `DynamicCache()` that was made without a configuration
+    gets the layers that this model needs. Layers that already hold data are left alone.
+    """
+    if not isinstance(cache, Cache) or config.number_of_conv_states == 0:
+        return
+    if isinstance(cache, library.DynamicCache) and not cache.layers:
+        cache.layers.extend(library.DynamicCache(config=config).layers)
+    for index, layer in enumerate(cache.layers):
+        if getattr(layer, "is_initialized", False):
+            continue
+        if type(layer) is library.LinearAttentionAndFullAttentionLayer:
+            repaired = DynamicHybridLayer(number_of_states=layer.number_of_states)
+        elif type(layer) is library.LinearAttentionAndStaticFullAttentionLayer:
+            repaired = StaticHybridLayer(max_cache_len=layer.max_cache_len, number_of_states=layer.number_of_states)
+        else:
+            continue
+        if layer.record_past:
+            repaired.activate_past_recording()
+        cache.layers[index] = repaired

@@ -1,0 +1,80 @@
+"""Transformer2 configuration: Llama's fields, plus one entry per axis."""
+
+from typing import Any
+
+from transformers.configuration_utils import PreTrainedConfig, strict
+from transformers.modeling_rope_utils import RopeParameters
+
+from .variants import cache_slots, resolve
+
+
+@strict
+class Transformer2Config(PreTrainedConfig):
+    """
+    Configuration of a Transformer2 model. All fields of a Llama configuration mean what they mean there.
+
+    residual (`str` or `dict`, defaults to `"standard"`):
+        How sublayers share the residual stream, e.g. `{"type": "ddl", "value_channels": 4}`; a bare string stands for the
+        dictionary with that type. The other keys are the options of the variant, see `variants.RESIDUALS`. Stored with
+        every option filled in.
+    local_mixer (`str` or `dict`, defaults to `"none"`):
+        What mixes nearby tokens, e.g. `{"type": "short_swa", "window": 64}`, see `variants.LOCAL_MIXERS`.
+
+    Raises ValueError, with the menu, for an unknown type or option.
+    """
+
+    model_type = "transformer2"
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]
+    base_model_tp_plan = {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+    base_model_pp_plan = {
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 2048
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    tie_word_embeddings: bool = False
+    rope_parameters: RopeParameters | dict | None = None
+    attention_bias: bool = False
+    attention_dropout: int | float | None = 0.0
+    mlp_bias: bool = False
+    residual: str | dict[str, Any] | None = None
+    local_mixer: str | dict[str, Any] | None = None
+    layer_types: list[str] | None = None
+    number_of_conv_states: int = 0
+
+    def __post_init__(self, **kwargs):
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        self.residual = resolve("residual", self.residual or "standard", self)
+        self.local_mixer = resolve("local_mixer", self.local_mixer or "none", self)
+
+        # The library's caches read these two: a "hybrid" layer holds states besides keys and values.
+        slots = cache_slots(self)
+        self.number_of_conv_states = max(slots, default=0)
+        self.layer_types = ["hybrid" if count else "full_attention" for count in slots]
+        super().__post_init__(**kwargs)

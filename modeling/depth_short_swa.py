@@ -1,0 +1,91 @@
+"""ShortSWA on the depth axis: each block reads the last `window` block states of the same token.
+
+Source: Residual Stream Duality (arXiv 2603.16039), section 2.2. With h_l the state that enters block l,
+
+    q = W_Q n(h_l)    k_j = W_K n(h_j)    v_j = W_V n(h_j)        j = l - K + 1 ... l
+    h_l <- h_l + W_O sum_j softmax_j(q.k_j / sqrt(d)) v_j
+
+The paper fixes the read; W_O, the optional norm n and the place of the sum are our choice. Sharing the weights over depth
+is the literal form: sequence attention shares its weights over positions. The twin of the sequence-axis placement.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .depth import Residual, Site, Stream
+from .layers import Transformer2RMSNorm
+from .short_swa import ShortSWA
+
+
+class DepthShortSWA(Residual):
+    """Depth-wise ShortSWA (arXiv 2603.16039): attention of each block over the last few block states of the same token.
+
+    form: "paper" (all projections random) or "identity" (zero output projection, for pretrained models).
+    window: K, block states that a block sees, its own included; None for all of them.
+    share_weights: one set of projections for all blocks (the literal form), or one per block.
+    num_heads, head_dim: of the depth attention; head_dim None for that of global attention.
+    norm: RMSNorm of the states before the projections.
+    """
+
+    dormant = (r"residual\.mixture\.(norm|swa\.query|swa\.key|swa\.value)\.",)
+
+    def __init__(
+        self,
+        config,
+        layer_idx: int,
+        site: Site,
+        *,
+        form: Literal["paper", "identity"] = "paper",
+        window: int | None = 4,
+        share_weights: bool = True,
+        num_heads: int = 1,
+        head_dim: int | None = None,
+        norm: bool = True,
+    ):
+        super().__init__(config, layer_idx, site)
+        self.window = config.num_hidden_layers if window is None else window
+        self.share_weights = share_weights
+        self.reads_depth = site == "attn"  # once per block, after the local sublayer
+        if site == ("model" if share_weights else "attn"):
+            self.mixture = DepthRead(config, num_heads, head_dim or config.head_dim, self.window, norm, form == "identity")
+
+    @classmethod
+    def check(cls, config, **options: Any) -> None:
+        if options["window"] is not None and options["window"] < 1:
+            raise ValueError(
+                f"Depth-wise ShortSWA reads at least its own state, so window must be 1 or more, got {options['window']}; "
+                "null reads all earlier blocks."
+            )
+        if options["num_heads"] < 1 or (options["head_dim"] is not None and options["head_dim"] < 1):
+            raise ValueError("Depth-wise ShortSWA needs positive num_heads and head_dim.")
+
+    @classmethod
+    def idle(cls, config, **options: Any) -> tuple[str, ...]:
+        if options["window"] == 1:
+            return (r"residual\.mixture\.swa\.(query|key)\.",)  # a softmax over one state is a constant
+        return () if options["share_weights"] else (r"layers\.0\.attn_residual\.mixture\.swa\.(query|key)\.",)
+
+    def read(self, stream: Stream, block=None, model=None, **tokens: Any) -> tuple[Tensor, Stream]:
+        if not self.reads_depth:
+            return stream[0], stream
+        state, *history = stream
+        history = [*history, state][-self.window :]
+        mixture = (model if self.share_weights else self).mixture
+        state = state + mixture(torch.stack(history, dim=-2))
+        return state, (state, *history)
+
+
+class DepthRead(nn.Module):
+    """The newest of L states of a token reads them all."""
+
+    def __init__(self, config, num_heads: int, head_dim: int, window: int, norm: bool, zero_output: bool):
+        super().__init__()
+        self.norm = Transformer2RMSNorm(config.hidden_size, config.rms_norm_eps) if norm else nn.Identity()
+        self.swa = ShortSWA(config.hidden_size, num_heads, num_heads, head_dim, window, zero_output)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """[B, T, L, D], oldest first -> [B, T, D]"""
+        states = self.norm(states)
+        return self.swa(states[..., -1:, :], states).squeeze(-2)

@@ -1,0 +1,365 @@
+"""Transformer2: Llama, with the residual connections and the local mixing left open."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.utils import can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .caches import repair
+from .compat import CACHE_FIELD, cache_field, takes_either_cache_name
+from .configuration_transformer2 import Transformer2Config
+from .depth import Stream
+from .layers import (
+    Transformer2MLP,
+    Transformer2RMSNorm,
+    Transformer2RotaryEmbedding,
+    apply_rotary,
+    at_least_float32,
+)
+from .masks import create_masks
+from .sequence import LeftContext
+from .variants import build_local_mixer, build_residual, has_local_mixer
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """[B, H, T, d], [B, G, K, d], [B, G, K, d] -> [B, T, H, d] and the weights [B, H, T, K]"""
+    key = key.repeat_interleave(module.num_key_value_groups, dim=1)
+    value = value.repeat_interleave(module.num_key_value_groups, dim=1)
+    scores = torch.matmul(query, key.transpose(2, 3)) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = nn.functional.softmax(scores, dim=-1, dtype=at_least_float32(query.dtype)).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+
+class Transformer2Attention(nn.Module):
+    """Global causal attention with rotary positions and grouped queries, as in Llama."""
+
+    def __init__(self, config: Transformer2Config, layer_idx: int):
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+        q_size, kv_size = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_bias)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[B, T, D] (or [3, B, T, D]: one input each for queries, keys and values) -> [B, T, D] and the weights"""
+        q_input, k_input, v_input = hidden_states if hidden_states.dim() == 4 else (hidden_states,) * 3
+        input_shape = q_input.shape[:-1]
+        hidden_shape = (*input_shape, -1, self.head_dim)
+        query_states = self.q_proj(q_input).view(hidden_shape).transpose(1, 2)
+        key_states = self.k_proj(k_input).view(hidden_shape).transpose(1, 2)
+        value_states = self.v_proj(v_input).view(hidden_shape).transpose(1, 2)
+
+        cos, sin = position_embeddings
+        query_states, key_states = apply_rotary(query_states, cos, sin), apply_rotary(key_states, cos, sin)
+
+        if cache is not None:
+            key_states, value_states = cache.update(key_states, value_states, self.layer_idx)
+
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        attn_output, attn_weights = attention_interface(
+            self,
+            query_states,
+            key_states,
+            value_states,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        return self.o_proj(attn_output.reshape(*input_shape, -1).contiguous()), attn_weights
+
+
+class Transformer2DecoderLayer(GradientCheckpointingLayer):
+    """Llama's layer, with the residual connections and the local mixing left open."""
+
+    def __init__(self, config: Transformer2Config, layer_idx: int):
+        super().__init__()
+        self.self_attn = Transformer2Attention(config, layer_idx)
+        self.mlp = Transformer2MLP(config)
+        self.input_layernorm = Transformer2RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Transformer2RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+        # Depth axis
+        self.attn_residual = build_residual(config, layer_idx, "attn")
+        self.mlp_residual = build_residual(config, layer_idx, "mlp")
+
+        # Sequence axis
+        self.has_local_sublayer = has_local_mixer(config, layer_idx)
+        if self.has_local_sublayer:
+            self.local_layernorm = Transformer2RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+            self.local_mixer = build_local_mixer(config, layer_idx)
+            self.local_residual = build_residual(config, layer_idx, "local")
+
+    def forward(
+        self,
+        *stream: Tensor,
+        attention_mask: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        cache: Cache | None = None,
+        tokens: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Stream:
+        tokens = {**tokens, "cache": cache, "block": self.attn_residual}
+
+        # Local Mixing
+        if self.has_local_sublayer:
+            residual, stream = self.local_residual.read(stream, **tokens)
+            hidden_states = self.local_layernorm(residual)
+            update = self.local_mixer(hidden_states, **tokens)
+            stream = self.local_residual.write(stream, update, residual, hidden_states, **tokens)
+
+        # Self Attention
+        residual, stream = self.attn_residual.read(stream, **tokens)
+        hidden_states = self.input_layernorm(residual)
+        update, _ = self.self_attn(
+            hidden_states,
+            attention_mask=attention_mask,
+            position_embeddings=position_embeddings,
+            cache=cache,
+            **kwargs,
+        )
+        stream = self.attn_residual.write(stream, update, residual, hidden_states, **tokens)
+
+        # Fully Connected
+        residual, stream = self.mlp_residual.read(stream, **tokens)
+        hidden_states = self.post_attention_layernorm(residual)
+        update = self.mlp(hidden_states)
+        return self.mlp_residual.write(stream, update, residual, hidden_states, **tokens)
+
+
+class Transformer2PreTrainedModel(PreTrainedModel):
+    config: Transformer2Config
+    config_class = Transformer2Config
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Transformer2DecoderLayer"]
+    _skip_keys_device_placement = [CACHE_FIELD]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {"hidden_states": Transformer2DecoderLayer, "attentions": Transformer2Attention}
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if type(module).__module__.startswith("torch.") or not hasattr(module, "reset_parameters"):
+            super()._init_weights(module)
+        else:  # one of ours: it knows how it starts
+            module.reset_parameters()
+
+    def save_pretrained(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
+        """As in the base class; a checkpoint that carries its code lists every head, whichever one is saved."""
+        if self.is_remote_code():
+            module = type(self).__module__.rpartition(".")[-1]
+            heads = {auto_class: f"{module}.{name}" for auto_class, name in AUTO_MAP.items()}
+            self.config.auto_map = {**(getattr(self.config, "auto_map", None) or {}), **heads}
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+
+class Transformer2Model(Transformer2PreTrainedModel):
+    """The decoder without a head."""
+
+    def __init__(self, config: Transformer2Config):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.residual = build_residual(config, config.num_hidden_layers, "model")
+        self.layers = nn.ModuleList(
+            [Transformer2DecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers)]
+        )
+        self.norm = Transformer2RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = Transformer2RotaryEmbedding(config=config)
+        self.gradient_checkpointing = False
+        self._keep_in_fp32_modules_strict = self.residual.keep_in_float32
+        self._number_left_contexts()
+        self.post_init()
+
+    def _number_left_contexts(self) -> None:
+        """Give every `LeftContext` a slot of its own in its layer's row of the cache."""
+        slots = [0] * self.config.num_hidden_layers
+        for module in self.modules():
+            if isinstance(module, LeftContext) and module.size > 0:
+                module.slot = slots[module.layer_idx]
+                slots[module.layer_idx] += 1
+
+    @takes_either_cache_name
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        seq_idx: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """input_ids [B, T] (or inputs_embeds [B, T, D]) -> last_hidden_state [B, T, D], with the cache.
+
+        attention_mask [B, past + T] marks padding with 0, and may be what `create_masks_for_generate` returned. Rows
+        that pack several documents say so by `position_ids` that start again (without mask and cache), or by `seq_idx`
+        [B, T], the number of each token's document.
+        """
+        if (input_ids is None) ^ (inputs_embeds is not None):
+            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+        repair(cache, self.config)
+        if position_ids is None:
+            past_seen_tokens = cache.get_seq_length() if cache is not None else 0
+            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
+            position_ids = position_ids.unsqueeze(0)
+
+        masks = attention_mask
+        if not isinstance(masks, dict):
+            masks = create_masks(self.config, inputs_embeds, attention_mask, cache, position_ids, seq_idx)
+        tokens = {name: mask for name, mask in masks.items() if name != "full_attention"}
+        tokens.update(position_ids=position_ids, model=self.residual)
+        position_embeddings = self.rotary_emb(inputs_embeds, position_ids=position_ids)
+
+        stream = self.residual.open(inputs_embeds, cache=cache, **tokens)
+        for decoder_layer in self.layers[: self.config.num_hidden_layers]:
+            stream = decoder_layer(
+                *stream,
+                attention_mask=masks["full_attention"],
+                position_embeddings=position_embeddings,
+                cache=cache,
+                tokens=tokens,
+                position_ids=position_ids,
+                **kwargs,
+            )
+        hidden_states = self.norm(self.residual.close(stream, cache=cache, **tokens))
+        return BaseModelOutputWithPast(last_hidden_state=hidden_states, **cache_field(cache))
+
+
+class Transformer2ForCausalLM(Transformer2PreTrainedModel, GenerationMixin):
+    """The decoder with a language-modelling head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
+
+    def __init__(self, config: Transformer2Config):
+        super().__init__(config)
+        self.model = Transformer2Model(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @takes_either_cache_name
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """As `Transformer2Model.forward` -> logits [B, T, vocabulary], and the loss where `labels` [B, T] are given.
+
+        labels: token ids, -100 where there is no target; they are shifted here. logits_to_keep: only the last so many
+        logits, or those at the given indices (0: all of them).
+        """
+        outputs: BaseModelOutputWithPast = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            **cache_field(outputs[CACHE_FIELD] if CACHE_FIELD in outputs else None),
+        )
+
+    @staticmethod
+    def create_masks_for_generate(config, inputs_embeds, attention_mask, cache=None, position_ids=None, **kwargs):
+        """What `generate` hands to a compiled `forward` in place of the 2-D mask."""
+        cache = kwargs.pop("past_key_values", None) if cache is None else cache
+        return create_masks(config, inputs_embeds, attention_mask, cache, position_ids)
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any):
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        repair(model_kwargs.get(CACHE_FIELD), self.config)
+
+
+class Transformer2ForSequenceClassification(GenericForSequenceClassification, Transformer2PreTrainedModel):
+    """The decoder with a classification head on the last token."""
+
+
+class Transformer2ForTokenClassification(GenericForTokenClassification, Transformer2PreTrainedModel):
+    """The decoder with a classification head on every token."""
+
+
+class Transformer2ForQuestionAnswering(GenericForQuestionAnswering, Transformer2PreTrainedModel):
+    """The decoder with a head for the start and the end of an answer."""
+
+
+AUTO_MAP = {
+    "AutoModel": "Transformer2Model",
+    "AutoModelForCausalLM": "Transformer2ForCausalLM",
+    "AutoModelForSequenceClassification": "Transformer2ForSequenceClassification",
+    "AutoModelForTokenClassification": "Transformer2ForTokenClassification",
+    "AutoModelForQuestionAnswering": "Transformer2ForQuestionAnswering",
+}

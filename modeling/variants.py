@@ -1,0 +1,133 @@
+"""The menu: what `residual["type"]` and `local_mixer["type"]` may say, and what their other keys mean.
+
+    how the weights are made      along depth           along the sequence
+    fixed                         standard              none
+    attention                     short_swa             short_swa
+    rewrite of the state          ddl
+
+Rows are operators, columns are axes; one operator file, short_swa.py, serves both cells of the attention row. The other
+keys of the two dictionaries are the keyword-only arguments of the class, so a new variant is one file and one line here.
+"""
+
+import inspect
+import types
+import typing
+from typing import Any
+
+from torch import nn
+
+from .depth import Residual, Site
+from .depth_ddl import DeepDeltaLearning
+from .depth_short_swa import DepthShortSWA
+from .sequence import LocalMixer
+from .sequence_short_swa import LocalShortSWA
+
+RESIDUALS: dict[str, type[Residual]] = {
+    "standard": Residual,
+    "ddl": DeepDeltaLearning,
+    "short_swa": DepthShortSWA,
+}
+
+LOCAL_MIXERS: dict[str, type[LocalMixer]] = {
+    "none": LocalMixer,
+    "short_swa": LocalShortSWA,
+}
+
+AXES: dict[str, dict[str, type[nn.Module]]] = {"residual": RESIDUALS, "local_mixer": LOCAL_MIXERS}
+
+
+def options_of(axis: str, kind: str) -> dict[str, inspect.Parameter]:
+    """The options of a variant, by name: their defaults and types. `axis` is "residual" or "local_mixer"."""
+    parameters = inspect.signature(AXES[axis][kind].__init__).parameters.values()
+    options = {p.name: p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    if axis == "local_mixer" and kind != "none":
+        options["layers"] = inspect.Parameter(
+            "layers", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=list[int] | None
+        )
+    return options
+
+
+def resolve(axis: str, value: str | dict[str, Any] | None, config) -> dict[str, Any]:
+    """A type name or a dictionary -> the dictionary with every option filled in.
+
+    All of them are stored, so that a checkpoint keeps its meaning if a default ever changes. Raises ValueError with the
+    menu for an unknown type or option, and with cause and remedy for a bad value.
+    """
+    menu = AXES[axis]
+    value = {"type": value} if isinstance(value, str) else dict(value or {})
+    kind = value.pop("type", None)
+    if kind not in menu:
+        raise ValueError(f"Unknown {axis} type {kind!r}; choose one of: {', '.join(menu)}.")
+    known = options_of(axis, kind)
+    if unknown := [name for name in value if name not in known]:
+        names = ", ".join(known) or "none"
+        raise ValueError(f"{axis} {kind!r} has no option {unknown[0]!r}; its options are: {names}.")
+    options = {name: value.get(name, parameter.default) for name, parameter in known.items()}
+    for name, option in options.items():
+        if not _fits(option, known[name].annotation):
+            expected = describe(known[name].annotation)
+            raise ValueError(f"{axis} option {name!r} of {kind!r} must be {expected}, got {option!r}.")
+    layers = options.pop("layers", None)
+    if layers is not None and not set(layers) <= set(range(config.num_hidden_layers)):
+        raise ValueError(f"local_mixer layers must lie between 0 and {config.num_hidden_layers - 1}, got {layers}.")
+    menu[kind].check(config, **options)
+    return {"type": kind, **options, **({"layers": layers} if "layers" in known else {})}
+
+
+def build_residual(config, layer_idx: int, site: Site) -> Residual:
+    """The residual of one sublayer, or (site "model") the one that opens and closes the stream."""
+    options = dict(config.residual)
+    return RESIDUALS[options.pop("type")](config, layer_idx, site, **options)
+
+
+def has_local_mixer(config, layer_idx: int) -> bool:
+    """Whether this layer has a local sublayer."""
+    layers = config.local_mixer.get("layers")
+    return config.local_mixer["type"] != "none" and (layers is None or layer_idx in layers)
+
+
+def build_local_mixer(config, layer_idx: int) -> LocalMixer:
+    """The local mixer of one layer that has one."""
+    options = dict(config.local_mixer)
+    options.pop("layers", None)
+    return LOCAL_MIXERS[options.pop("type")](config, layer_idx, **options)
+
+
+def cache_slots(config) -> list[int]:
+    """For each layer, how many states besides keys and values its row of the cache holds."""
+    residual, mixer = dict(config.residual), dict(config.local_mixer)
+    residual_class, mixer_class = RESIDUALS[residual.pop("type")], LOCAL_MIXERS[mixer.pop("type")]
+    mixer.pop("layers", None)
+    return [
+        residual_class.cache_slots(config, layer_idx, **residual)
+        + (mixer_class.cache_slots(config, **mixer) if has_local_mixer(config, layer_idx) else 0)
+        for layer_idx in range(config.num_hidden_layers)
+    ]
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    """Whether an option's value has its annotated type."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, argument) for argument in arguments)
+    if origin is typing.Literal:
+        return value in arguments
+    if origin is list:
+        return isinstance(value, list) and all(_fits(item, arguments[0]) for item in value)
+    if annotation is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, annotation) and not (annotation is int and isinstance(value, bool))
+
+
+def describe(annotation: Any) -> str:
+    """The annotated type of an option, for people."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(describe(argument) for argument in arguments)
+    if origin is typing.Literal:
+        return "one of: " + ", ".join(arguments)
+    if origin is list:
+        return f"a list of {arguments[0].__name__}"
+    return {type(None): "null", int: "a whole number", float: "a number", bool: "true or false"}.get(
+        annotation, annotation.__name__
+    )

@@ -1,0 +1,56 @@
+"""Tiny models for tests."""
+
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from transformer2 import Transformer2Config, Transformer2ForCausalLM
+
+SIZE: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+}
+
+
+def tokens(batch: int = 2, length: int = 12, seed: int = 1, vocab_size: int = 101) -> torch.Tensor:
+    """[batch, length] random token ids, without the padding id 0."""
+    return torch.randint(1, vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def tiny_llama(seed: int = 0, dtype: torch.dtype = torch.float32, scale: float = 3.0, **overrides: Any):
+    """A random Llama whose weights are `scale` times as large as at initialisation, so that nothing is near zero."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZE, **overrides})).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+            elif parameter.dim() == 1:  # biases start at zero
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            else:
+                parameter.mul_(scale)
+    return model.to(dtype)
+
+
+def is_new(name: str) -> bool:
+    """Whether a parameter belongs to a residual or a local mixer, not to the Llama."""
+    return "residual" in name or "local_" in name
+
+
+def tiny_model(residual: Any = "standard", local_mixer: Any = "none", seed: int = 0, noise: float = 0.3, **overrides: Any):
+    """A random Transformer2 whose new parameters are perturbed, so that no identity start can hide a fault."""
+    torch.manual_seed(seed)
+    config = Transformer2Config(**{**SIZE, **overrides}, residual=residual, local_mixer=local_mixer)
+    model = Transformer2ForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_new(name):
+                parameter.add_(noise * torch.randn_like(parameter))
+    return model
