@@ -54,3 +54,51 @@ def tiny_model(residual: Any = "standard", local_mixer: Any = "none", seed: int 
             if is_new(name):
                 parameter.add_(noise * torch.randn_like(parameter))
     return model
+
+
+RESIDUALS: dict[str, Any] = {
+    "standard": "standard",
+    "ddl": {"type": "ddl"},
+    "ddl_linear": {"type": "ddl", "value": "linear", "gate_hidden_size": 8},
+    "ddl_cc": {"type": "ddl", "value_channels": 4},
+    "ddl_cc_ec": {"type": "ddl", "value_channels": 2, "expand": True},
+    "ddl_tc": {"type": "ddl", "value_channels": 3, "compress": "tokens", "kernel_size": 3},
+    "ddl_tc_ec": {"type": "ddl", "value_channels": 4, "compress": "tokens", "expand": True},
+    "ddl_identity": {"type": "ddl", "form": "identity"},
+    "ddl_identity_tc_ec": {
+        "type": "ddl",
+        "form": "identity",
+        "value_channels": 4,
+        "compress": "tokens",
+        "expand": True,
+        "gate_hidden_size": 8,
+    },
+    "ddl_identity_cc": {"type": "ddl", "form": "identity", "value_channels": 4},
+    "depth_swa": {"type": "short_swa", "window": 2},
+    "depth_swa_layers": {"type": "short_swa", "window": None, "share_weights": False, "num_heads": 2, "norm": False},
+    "depth_swa_identity": {"type": "short_swa", "form": "identity"},
+}
+LOCAL_MIXERS: dict[str, Any] = {
+    "none": "none",
+    "swa": {"type": "short_swa", "window": 4},
+    "swa_long": {"type": "short_swa", "window": 64, "num_heads": 2, "head_dim": 6},
+    "swa_chunk": {"type": "short_swa", "window": 3, "mask": "chunk", "rope": False, "layers": [0, 2]},
+    "swa_identity": {"type": "short_swa", "form": "identity", "window": 2, "num_heads": 4, "num_kv_heads": 1},
+}
+IDENTITY_RESIDUALS = ["standard", "ddl_identity", "ddl_identity_tc_ec", "ddl_identity_cc", "depth_swa_identity"]
+IDENTITY_MIXERS = ["none", "swa_identity"]
+# One line per case of the contract tests: every residual and every mixer, and some pairs.
+CASES: list[tuple[str, str]] = [
+    *[(residual, "none") for residual in RESIDUALS],
+    *[("standard", mixer) for mixer in LOCAL_MIXERS if mixer != "none"],
+    ("ddl", "swa"),
+    ("ddl_tc_ec", "swa"),
+    ("ddl_cc", "swa_chunk"),
+    ("depth_swa", "swa"),
+    ("ddl_identity_tc_ec", "swa_identity"),
+]
+
+
+def case(residual: str, mixer: str, **arguments: Any):
+    """The tiny model of a case."""
+    return tiny_model(RESIDUALS[residual], LOCAL_MIXERS[mixer], **arguments)
