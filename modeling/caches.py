@@ -1,8 +1,8 @@
 """The library's two-state cache layers (keys and values, plus the states of local operators), repaired.
 
-Up to transformers 5.24 the hybrid layers take some methods from the wrong base class: static ones cannot be cropped and
-deny their length, and batch operations and offloading treat the extra states wrongly. These subclasses put that right;
-`repair` puts them into a cache in place of the library's, without registering anything.
+Up to transformers 5.24 the hybrid layers take some methods from the wrong base class: static ones cannot be cropped
+and deny their length, and batch operations and offloading treat the extra states wrongly. These subclasses put that
+right; `repair` puts them into a cache in place of the library's, without registering anything.
 """
 
 from collections.abc import Callable
@@ -60,8 +60,8 @@ class StaticHybridLayer(_Repaired, library.LinearAttentionAndStaticFullAttention
 def repair(cache: Cache | None, config) -> None:
     """Make `cache` fit a model of this configuration, in place.
 
-    Unused hybrid layers are replaced by the repaired ones, and a `DynamicCache()` that was made without a configuration
-    gets the layers that this model needs. Layers that already hold data are left alone.
+    Unused hybrid layers are replaced by the repaired ones, and a `DynamicCache()` that was made without a
+    configuration gets the layers that this model needs. Layers that already hold data are left alone.
     """
     if not isinstance(cache, Cache) or config.number_of_conv_states == 0:
         return

@@ -1,7 +1,7 @@
 """The one name that differs between the supported versions of transformers.
 
-5.24 renamed the argument and output field `past_key_values` to `cache`. We say `cache`; older versions are told the name
-that they know.
+5.24 renamed the argument and output field `past_key_values` to `cache`. We say `cache`; older versions are told the
+name that they know.
 """
 
 import functools

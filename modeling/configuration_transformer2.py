@@ -5,7 +5,7 @@ from typing import Any
 from transformers.configuration_utils import PreTrainedConfig, strict
 from transformers.modeling_rope_utils import RopeParameters
 
-from .variants import cache_slots, resolve
+from .variants import AXES, cache_slots, resolve
 
 
 @strict
@@ -14,9 +14,9 @@ class Transformer2Config(PreTrainedConfig):
     Configuration of a Transformer2 model. All fields of a Llama configuration mean what they mean there.
 
     residual (`str` or `dict`, defaults to `"standard"`):
-        How sublayers share the residual stream, e.g. `{"type": "ddl", "value_channels": 4}`; a bare string stands for the
-        dictionary with that type. The other keys are the options of the variant, see `variants.RESIDUALS`. Stored with
-        every option filled in.
+        How sublayers share the residual stream, e.g. `{"type": "ddl", "value_channels": 4}`; a bare string stands for
+        the dictionary with that type. The other keys are the options of the variant, see `variants.RESIDUALS`. Stored
+        with every option filled in.
     local_mixer (`str` or `dict`, defaults to `"none"`):
         What mixes nearby tokens, e.g. `{"type": "short_swa", "window": 64}`, see `variants.LOCAL_MIXERS`.
 
@@ -70,11 +70,16 @@ class Transformer2Config(PreTrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        self.residual = resolve("residual", self.residual or "standard", self)
-        self.local_mixer = resolve("local_mixer", self.local_mixer or "none", self)
+        self.__dict__["residual"] = resolve("residual", self.residual or "standard", self)
+        self.local_mixer = self.local_mixer or "none"
+        super().__post_init__(**kwargs)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assigning a variant, as overrides of `from_pretrained` do, fills in its options and what follows from them."""
+        if name not in AXES or "number_of_conv_states" not in self.__dict__:  # the last field: all others are set
+            return super().__setattr__(name, value)
+        super().__setattr__(name, resolve(name, value, self))
         # The library's caches read these two: a "hybrid" layer holds states besides keys and values.
         slots = cache_slots(self)
         self.number_of_conv_states = max(slots, default=0)
         self.layer_types = ["hybrid" if count else "full_attention" for count in slots]
-        super().__post_init__(**kwargs)

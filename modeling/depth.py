@@ -1,9 +1,9 @@
 """Residuals move information along the depth axis, between sublayers. The base class is the plain Transformer.
 
-The stream is what flows between sublayers: a flat tuple of tensors whose first element is always [B, T, D] (the running
-state, or how a block reads it), and whose other elements are whatever a variant keeps besides (a wide state, earlier
-states, oldest first). It is opened on the embeddings, read and written by every sublayer, and closed before the final
-norm:
+The stream is what flows between sublayers: a flat tuple of tensors whose first element is always [B, T, D] (the
+running state, or how a block reads it), and whose other elements are whatever a variant keeps besides (a wide state,
+earlier states, oldest first). It is opened on the embeddings, read and written by every sublayer, and closed before
+the final norm:
 
     stream = residual.open(embeddings)
     for each sublayer:
@@ -13,11 +13,11 @@ norm:
         stream = residual.write(stream, update, read, context)    Rewrite
     hidden_states = residual.close(stream)
 
-Rules that keep every variant working with torch.compile, activation checkpointing, sharding, offloading and PEFT: nothing
-is changed in place; the stream stays flat and positional; a residual owns no parameter directly, only submodules that it
-calls; and it keeps no reference to a module that somebody else owns. What a block's sublayers share is owned by the
-block's attention residual and handed to `read` and `write` as `block`; what all layers share is owned by the model's
-residual and handed over as `model`.
+Rules that keep every variant working with torch.compile, activation checkpointing, sharding, offloading and PEFT:
+nothing is changed in place; the stream stays flat and positional; a residual owns no parameter directly, only
+submodules that it calls; and it keeps no reference to a module that somebody else owns. What a block's sublayers share
+is owned by the block's attention residual and handed to `read` and `write` as `block`; what all layers share is owned
+by the model's residual and handed over as `model`.
 """
 
 from typing import Any, Literal
@@ -31,13 +31,15 @@ Stream = tuple[Tensor, ...]
 class Residual(nn.Module):
     """Standard residual (He et al., 2016): x + f(norm(x)).
 
-    Also the interface of its variants: override what differs. One instance per sublayer (site "local", "attn" or "mlp",
-    which `read` and `write`) and one per model (site "model" of layer `num_hidden_layers`, which `open` and `close`).
-    The local sublayer only ever adds to the state, whatever the variant. Options are the keyword-only arguments of the
-    constructor; `check` refuses bad values.
+    Also the interface of its variants: override what differs. One instance per sublayer (site "local", "attn" or
+    "mlp", which `read` and `write`) and one per model (site "model" of layer `num_hidden_layers`, which `open` and
+    `close`). The local sublayer only ever adds to the state, whatever the variant. Options are the keyword-only
+    arguments of the constructor; `check` refuses bad values.
     """
 
-    keep_in_float32: tuple[str, ...] = ()  # modules of the model whose parameters stay float32 in a half-precision model
+    keep_in_float32: tuple[
+        str, ...
+    ] = ()  # modules of the model whose parameters stay float32 in a half-precision model
     dormant: tuple[str, ...] = ()  # patterns of parameters without gradient at the first step of the identity form
 
     def __init__(self, config, layer_idx: int, site: Site):

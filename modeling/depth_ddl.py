@@ -5,17 +5,17 @@ The state of a token is X, d_v channels of width D. A sublayer with output f wri
     X' = X + b k (v - k.X)          b = 2 sigmoid(w.c + b0) in (0, 2), c = norm(read);  v in R^d_v       (section 2)
 
 so at b = 1 the read-out k.X' is exactly v. Since k is f times a number, the write is f times one number per channel,
-and that is how it is computed. With d_v > 1 every block compresses X to width D before its sublayers (CC mixes channels,
-TC mixes channels and the last tokens), and a last compressor reads X before the final norm; EC opens X with a causal
-convolution over the embeddings (appendix A). The wide state is laid out [B, T, d_v, D].
+and that is how it is computed. With d_v > 1 every block compresses X to width D before its sublayers (CC mixes
+channels, TC mixes channels and the last tokens), and a last compressor reads X before the final norm; EC opens X with
+a causal convolution over the embeddings (appendix A). The wide state is laid out [B, T, d_v, D].
 
-Two published ways to make v: "sigmoid", 4 sigmoid(W read + b), what the authors' code runs; "linear", W c + b, what the
-paper's text says.
+Two published ways to make v: "sigmoid", 4 sigmoid(W read + b), what the authors' code runs; "linear", W c + b, what
+the paper's text says.
 
 `form: identity` is our extension for pretrained models: v - k.X becomes v + carry |f| - erase k.X per sublayer, with
-carry = 1 and erase = 0 at the start, where b = 1 and v = 0 exactly. Then X' = X + f bit for bit, and every new parameter
-has a gradient (d_v > 1: the model reads channel 0 only, v is zero there and small on the others, which learn as soon as
-the read opens up). At carry = 0, erase = 1 it is the published rule.
+carry = 1 and erase = 0 at the start, where b = 1 and v = 0 exactly. Then X' = X + f bit for bit, and every new
+parameter has a gradient (d_v > 1: the model reads channel 0 only, v is zero there and small on the others, which learn
+as soon as the read opens up). At carry = 0, erase = 1 it is the published rule.
 """
 
 import math
@@ -88,17 +88,23 @@ class DeepDeltaLearning(Residual):
         if channels < 1:
             raise ValueError(f"DDL needs at least one value channel, got value_channels={channels}; 1 is the default.")
         if options["kernel_size"] < 2:
-            raise ValueError(f"DDL's kernels need at least 2 taps, got kernel_size={options['kernel_size']}; 4 is usual.")
+            raise ValueError(
+                f"DDL's kernels need at least 2 taps, got kernel_size={options['kernel_size']}; 4 is usual."
+            )
         if channels == 1 and (options["expand"] or options["compress"] == "tokens"):
             raise ValueError("DDL compresses and expands only wide states: set value_channels=4, or drop the option.")
         if not 0 < options["beta_init"] < 2:
-            raise ValueError(f"DDL's gate lies between 0 and 2, got beta_init={options['beta_init']}; 1 is the default.")
+            raise ValueError(
+                f"DDL's gate lies between 0 and 2, got beta_init={options['beta_init']}; 1 is the default."
+            )
         if not options["k_eps"] > 0:
             raise ValueError(f"DDL needs k_eps > 0, got {options['k_eps']}; 1e-5 is the default.")
         if options["gate_hidden_size"] is not None and options["gate_hidden_size"] < 1:
             raise ValueError("DDL's gate_hidden_size must be a positive width, or null for a gate of one layer.")
         if form == "identity" and options["value"] == "sigmoid":
-            raise ValueError("4 sigmoid(.) is never zero, so DDL cannot start as the identity with it: use value=linear.")
+            raise ValueError(
+                "4 sigmoid(.) is never zero, so DDL cannot start as the identity with it: use value=linear."
+            )
         if form == "identity" and options["beta_init"] != 1:
             raise ValueError("DDL's identity form needs beta_init=1, because x + f is written with gate 1.")
 
@@ -131,7 +137,13 @@ class DeepDeltaLearning(Residual):
         return compress(states, self.num_taps, seq_idx), stream
 
     def write(
-        self, stream: Stream, update: Tensor, read: Tensor, context: Tensor, block: Residual | None = None, **tokens: Any
+        self,
+        stream: Stream,
+        update: Tensor,
+        read: Tensor,
+        context: Tensor,
+        block: Residual | None = None,
+        **tokens: Any,
     ) -> Stream:
         if self.site == "local":
             state, *wide = stream
@@ -181,7 +193,9 @@ class CarriedDeltaRule(DeltaRule):
 
     def build(self, hidden_size, value_channels, beta_init, gate_hidden_size, std) -> tuple[nn.Module, nn.Module]:
         gate = ZeroLinear(gate_hidden_size or hidden_size, 1)  # 2 sigmoid(0) is exactly 1
-        return _with_hidden_layer(gate, hidden_size, gate_hidden_size), UnreadValueLinear(hidden_size, value_channels, std)
+        return _with_hidden_layer(gate, hidden_size, gate_hidden_size), UnreadValueLinear(
+            hidden_size, value_channels, std
+        )
 
     def amount(self, scale: Tensor, value: Tensor, readout: Tensor) -> Tensor:
         return self.carry + scale * (value - self.erase * readout)
@@ -227,7 +241,8 @@ class UnreadValueLinear(ValueLinear):
 
 
 class Compressor(nn.Module):
-    """Reads the state: every feature mixes its channels (CC: one tap), and over the last tokens (TC), sum w_sij X_ij(t - s).
+    """Reads the state: every feature mixes its channels (CC: one tap), and over the last tokens (TC), sum w_sij X_ij(t
+    - s).
 
     The kernel and the read vector of the paper are folded into w.
     """

@@ -5,8 +5,9 @@ Source: Residual Stream Duality (arXiv 2603.16039), section 2.2. With h_l the st
     q = W_Q n(h_l)    k_j = W_K n(h_j)    v_j = W_V n(h_j)        j = l - K + 1 ... l
     h_l <- h_l + W_O sum_j softmax_j(q.k_j / sqrt(d)) v_j
 
-The paper fixes the read; W_O, the optional norm n and the place of the sum are our choice. Sharing the weights over depth
-is the literal form: sequence attention shares its weights over positions. The twin of the sequence-axis placement.
+The paper fixes the read; W_O, the optional norm n and the place of the sum are our choice. Sharing the weights over
+depth is the literal form: sequence attention shares its weights over positions. The twin of the sequence-axis
+placement.
 """
 
 from typing import Any, Literal
@@ -20,7 +21,8 @@ from .short_swa import ShortSWA
 
 
 class DepthShortSWA(Residual):
-    """Depth-wise ShortSWA (arXiv 2603.16039): attention of each block over the last few block states of the same token.
+    """Depth-wise ShortSWA (arXiv 2603.16039): attention of each block over the last few block states of the same
+    token.
 
     form: "paper" (all projections random) or "identity" (zero output projection, for pretrained models).
     window: K, block states that a block sees, its own included; None for all of them.
@@ -49,14 +51,16 @@ class DepthShortSWA(Residual):
         self.share_weights = share_weights
         self.reads_depth = site == "attn"  # once per block, after the local sublayer
         if site == ("model" if share_weights else "attn"):
-            self.mixture = DepthRead(config, num_heads, head_dim or config.head_dim, self.window, norm, form == "identity")
+            self.mixture = DepthRead(
+                config, num_heads, head_dim or config.head_dim, self.window, norm, form == "identity"
+            )
 
     @classmethod
     def check(cls, config, **options: Any) -> None:
         if options["window"] is not None and options["window"] < 1:
             raise ValueError(
-                f"Depth-wise ShortSWA reads at least its own state, so window must be 1 or more, got {options['window']}; "
-                "null reads all earlier blocks."
+                "Depth-wise ShortSWA reads at least its own state, so window must be 1 or more, got "
+                f"{options['window']}; null reads all earlier blocks."
             )
         if options["num_heads"] < 1 or (options["head_dim"] is not None and options["head_dim"] < 1):
             raise ValueError("Depth-wise ShortSWA needs positive num_heads and head_dim.")

@@ -1,8 +1,8 @@
 """Building blocks that know neither axis: Llama's norm, rotary embedding and MLP, and layers that start at zero.
 
-They are our own copies of the mathematics, not imports from the Llama model file, because these files travel with every
-checkpoint and must survive a refactoring of the library. In float32 and bfloat16 they equal Llama's bit for bit; in
-float64 they stay in float64.
+They are our own copies of the mathematics, not imports from the Llama model file, because these files travel with
+every checkpoint and must survive a refactoring of the library. In float32 and bfloat16 they equal Llama's bit for bit;
+in float64 they stay in float64.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Everything a forward pass has to know about its tokens besides their embeddings, worked out once for all layers.
 
-`generate` calls this ahead of a compiled forward, `forward` calls it itself otherwise; both use the same function, because
-the library's own mapping drops padding for one-token chunks and sees unwritten slots of static caches.
+`generate` calls this ahead of a compiled forward, `forward` calls it itself otherwise; both use the same function,
+because the library's own mapping drops padding for one-token chunks and sees unwritten slots of static caches.
 """
 
 from typing import Any

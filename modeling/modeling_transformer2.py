@@ -330,7 +330,7 @@ class Transformer2ForCausalLM(Transformer2PreTrainedModel, GenerationMixin):
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            **cache_field(outputs[CACHE_FIELD] if CACHE_FIELD in outputs else None),
+            **cache_field(outputs.get(CACHE_FIELD)),
         )
 
     @staticmethod
@@ -339,21 +339,46 @@ class Transformer2ForCausalLM(Transformer2PreTrainedModel, GenerationMixin):
         cache = kwargs.pop("past_key_values", None) if cache is None else cache
         return create_masks(config, inputs_embeds, attention_mask, cache, position_ids)
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any):
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ):
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         repair(model_kwargs.get(CACHE_FIELD), self.config)
 
 
+# The generic heads bring their forward passes. They would build the decoder through AutoModel, which asks for trust
+# once more when this file itself is remote code, so the parts are built here.
 class Transformer2ForSequenceClassification(GenericForSequenceClassification, Transformer2PreTrainedModel):
     """The decoder with a classification head on the last token."""
+
+    def __init__(self, config: Transformer2Config):
+        Transformer2PreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = Transformer2Model(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
 
 
 class Transformer2ForTokenClassification(GenericForTokenClassification, Transformer2PreTrainedModel):
     """The decoder with a classification head on every token."""
 
+    def __init__(self, config: Transformer2Config):
+        Transformer2PreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = Transformer2Model(config)
+        self.dropout = nn.Dropout(getattr(config, "classifier_dropout", 0.1))
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
 
 class Transformer2ForQuestionAnswering(GenericForQuestionAnswering, Transformer2PreTrainedModel):
     """The decoder with a head for the start and the end of an answer."""
+
+    def __init__(self, config: Transformer2Config):
+        Transformer2PreTrainedModel.__init__(self, config)
+        self.model = Transformer2Model(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
 
 
 AUTO_MAP = {

@@ -1,7 +1,7 @@
 """Local mixers move information along the sequence axis, between nearby tokens, before global attention does.
 
-Nothing here knows about caches but `LeftContext`, which gives any operator the entries before its input: zeros before the
-first token, the cached ones while decoding. A mixer that uses it works with every cache, beam search and padding.
+Nothing here knows about caches but `LeftContext`, which gives any operator the entries before its input: zeros before
+the first token, the cached ones while decoding. A mixer that uses it works with every cache, beam search and padding.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ class LocalMixer(nn.Module):
         return 0
 
     def forward(self, x: Tensor, **tokens: Any) -> Tensor:
-        """[B, T, D] -> [B, T, D]. `tokens` holds `cache`, `token_mask`, `position_ids`, `token_index` and `seq_idx`."""
+        """[B, T, D] -> [B, T, D]. `tokens` holds `cache`, `token_mask`, `position_ids`, `token_index`, `seq_idx`."""
         raise NotImplementedError
 
 
@@ -62,7 +62,7 @@ class LeftContext(nn.Module):
 
 
 def taps(x: Tensor, num_taps: int, seq_idx: Tensor | None = None) -> Iterator[Tensor]:
-    """The inputs of a causal convolution, oldest first: `num_taps` times [B, T, ...], from x [B, num_taps - 1 + T, ...].
+    """The inputs of a causal convolution: x [B, num_taps - 1 + T, ...] -> `num_taps` times [B, T, ...], oldest first.
 
     With `seq_idx` [B, T], the number of the packed document that a token belongs to, other documents read as zeros.
     """

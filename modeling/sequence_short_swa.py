@@ -23,8 +23,8 @@ class LocalShortSWA(LocalMixer):
     window: tokens that a token sees, itself included.
     mask: "sliding", or "chunk" for windows aligned to multiples of `window` (a token sees its own chunk so far).
     num_heads, num_kv_heads, head_dim: None for those of global attention.
-    rope: rotate queries and keys by their positions, with the model's base frequency. Windows are short, so the model's
-        rope scaling, which stretches long distances, does not apply.
+    rope: rotate queries and keys by their positions, with the model's base frequency. Windows are short, so the
+        model's rope scaling, which stretches long distances, does not apply.
     """
 
     dormant = (r"\.local_layernorm\.", r"\.local_mixer\.swa\.(query|key|value)\.")
@@ -62,8 +62,8 @@ class LocalShortSWA(LocalMixer):
         )
         if min(num_heads, num_kv_heads, head_dim) < 1 or num_heads % num_kv_heads:
             raise ValueError(
-                f"ShortSWA needs num_heads ({num_heads}) to be a positive multiple of num_kv_heads ({num_kv_heads}), and "
-                f"head_dim ({head_dim}) to be positive."
+                f"ShortSWA needs num_heads ({num_heads}) to be a positive multiple of num_kv_heads ({num_kv_heads}), "
+                f"and head_dim ({head_dim}) to be positive."
             )
         if options["rope"] and head_dim % 2:
             raise ValueError(f"RoPE rotates pairs, so head_dim must be even, got {head_dim}; or set rope=false.")
@@ -83,7 +83,11 @@ class LocalShortSWA(LocalMixer):
     ) -> Tensor:
         """[B, T, D] -> [B, T, D]"""
         swa = self.swa
-        query, key, value = swa.split(swa.query(x)), swa.split(swa.key(x)), swa.value(x)  # [B, H, T, d], ..., [B, T, G d]
+        query, key, value = (
+            swa.split(swa.query(x)),
+            swa.split(swa.key(x)),
+            swa.value(x),
+        )  # [B, H, T, d], ..., [B, T, G d]
         if self.rope:
             cos, sin = rotations(position_ids, rope_frequencies(swa.head_dim, self.rope_theta, x.device))
             cos, sin = cos.to(x.dtype), sin.to(x.dtype)

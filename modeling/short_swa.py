@@ -3,8 +3,8 @@
     tokens of one layer    [B, H, T, d]          sequence_short_swa.py
     layers of one token    [B, T, H, L, d]       depth_short_swa.py
 
-Source: Residual Stream Duality (arXiv 2603.16039), sections 2.2 and 2.4. Along the sequence everything is there at once;
-along depth the layers arrive one after another, so the depth read is the decoding step of the same operator.
+Source: Residual Stream Duality (arXiv 2603.16039), sections 2.2 and 2.4. Along the sequence everything is there at
+once; along depth the layers arrive one after another, so the depth read is the decoding step of the same operator.
 """
 
 import torch
@@ -26,8 +26,8 @@ def windowed_attention(
 ) -> Tensor:
     """Causal attention of every query over the last `window` entries of the second-to-last axis, itself included.
 
-    query [..., H, Q, d], key and value [..., G, K, d] with H a multiple of G -> [..., H, Q, d]. The last query is aligned
-    with the last key: Q = K is a whole sequence, Q = 1 is one step of it. Scores are scaled by d ** -0.5.
+    query [..., H, Q, d], key and value [..., G, K, d] with H a multiple of G -> [..., H, Q, d]. The last query is
+    aligned with the last key: Q = K is a whole sequence, Q = 1 is one step of it. Scores are scaled by d ** -0.5.
 
     valid [..., K]: false for keys that do not exist (padding, before the start). A query always sees itself.
     reach [..., Q]: how many earlier entries each query may look back at most (chunk-aligned windows).
@@ -99,7 +99,9 @@ def _blocked(query, key, value, window, valid, reach, seq_idx) -> Tensor:
     before = num_blocks * window - num_queries  # missing on the left, so that the last entries stay aligned
     missing = (num_blocks + 1) * window - key.shape[-2]
 
-    def blocks(x: Tensor, left: int, size: int, fill: int | bool = 0) -> Tensor:  # [B, ..., N] -> [B * blocks, ..., size]
+    def blocks(
+        x: Tensor, left: int, size: int, fill: int | bool = 0
+    ) -> Tensor:  # [B, ..., N] -> [B * blocks, ..., size]
         x = F.pad(x, (left, 0), value=fill) if left >= 0 else x[..., -left:]
         return x.unfold(-1, size, window).movedim(-2, 1).flatten(0, 1)
 
@@ -145,5 +147,9 @@ class ShortSWA(nn.Module):
 
     def forward(self, query: Tensor, entries: Tensor) -> Tensor:
         """query [..., Q, D] over entries [..., K, D], ordered, the last of both aligned -> [..., Q, D]"""
-        query, key, value = self.split(self.query(query)), self.split(self.key(entries)), self.split(self.value(entries))
+        query, key, value = (
+            self.split(self.query(query)),
+            self.split(self.key(entries)),
+            self.split(self.value(entries)),
+        )
         return self.merge(windowed_attention(query, key, value, self.window))

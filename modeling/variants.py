@@ -5,8 +5,9 @@
     attention                     short_swa             short_swa
     rewrite of the state          ddl
 
-Rows are operators, columns are axes; one operator file, short_swa.py, serves both cells of the attention row. The other
-keys of the two dictionaries are the keyword-only arguments of the class, so a new variant is one file and one line here.
+Rows are operators, columns are axes; one operator file, short_swa.py, serves both cells of the attention row. The
+other keys of the two dictionaries are the keyword-only arguments of the class, so a new variant is one file and one
+line here.
 """
 
 import inspect
@@ -50,8 +51,8 @@ def options_of(axis: str, kind: str) -> dict[str, inspect.Parameter]:
 def resolve(axis: str, value: str | dict[str, Any] | None, config) -> dict[str, Any]:
     """A type name or a dictionary -> the dictionary with every option filled in.
 
-    All of them are stored, so that a checkpoint keeps its meaning if a default ever changes. Raises ValueError with the
-    menu for an unknown type or option, and with cause and remedy for a bad value.
+    All of them are stored, so that a checkpoint keeps its meaning if a default ever changes. Raises ValueError with
+    the menu for an unknown type or option, and with cause and remedy for a bad value.
     """
     menu = AXES[axis]
     value = {"type": value} if isinstance(value, str) else dict(value or {})

@@ -44,7 +44,9 @@ def is_new(name: str) -> bool:
     return "residual" in name or "local_" in name
 
 
-def tiny_model(residual: Any = "standard", local_mixer: Any = "none", seed: int = 0, noise: float = 0.3, **overrides: Any):
+def tiny_model(
+    residual: Any = "standard", local_mixer: Any = "none", seed: int = 0, noise: float = 0.3, **overrides: Any
+):
     """A random Transformer2 whose new parameters are perturbed, so that no identity start can hide a fault."""
     torch.manual_seed(seed)
     config = Transformer2Config(**{**SIZE, **overrides}, residual=residual, local_mixer=local_mixer)

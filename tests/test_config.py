@@ -20,9 +20,15 @@ def build(**fields):
         ({"residual": "nonsense"}, "Unknown residual type 'nonsense'; choose one of: standard, ddl, short_swa"),
         ({"residual": {"value_channels": 2}}, "Unknown residual type None; choose one of"),
         ({"local_mixer": "attention"}, "Unknown local_mixer type 'attention'; choose one of: none, short_swa"),
-        ({"residual": {"type": "ddl", "channels": 4}}, "has no option 'channels'; its options are: form, value_channels"),
+        (
+            {"residual": {"type": "ddl", "channels": 4}},
+            "has no option 'channels'; its options are: form, value_channels",
+        ),
         ({"residual": {"type": "standard", "form": "paper"}}, "has no option 'form'; its options are: none"),
-        ({"residual": {"type": "ddl", "form": "exact"}}, "'form' of 'ddl' must be one of: paper, identity, got 'exact'"),
+        (
+            {"residual": {"type": "ddl", "form": "exact"}},
+            "'form' of 'ddl' must be one of: paper, identity, got 'exact'",
+        ),
         ({"residual": {"type": "ddl", "value_channels": "4"}}, "must be a whole number, got '4'"),
         ({"residual": {"type": "ddl", "value_channels": True}}, "must be a whole number, got True"),
         ({"residual": {"type": "ddl", "value_channels": 0}}, "needs at least one value channel"),

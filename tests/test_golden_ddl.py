@@ -8,6 +8,7 @@ import torch
 from safetensors import safe_open
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
+
 from transformer2 import Transformer2Config, Transformer2ForCausalLM
 
 GOLDEN = Path(__file__).parent / "golden" / "ddl"
@@ -106,7 +107,9 @@ def test_values_and_gradients(name):
 
     assert error(logits, tensors["out.logits"]) < LIMITS["logits"]
     assert error(loss, tensors["out.loss"]) < LIMITS["loss"]
-    golden_streams = {key.removeprefix("out.stream."): t for key, t in tensors.items() if key.startswith("out.stream.")}
+    golden_streams = {
+        key.removeprefix("out.stream."): t for key, t in tensors.items() if key.startswith("out.stream.")
+    }
     assert set(golden_streams) == set(streams)
     for key, golden in golden_streams.items():
         ours = streams[key]

@@ -113,7 +113,7 @@ def test_window_is_local():
 
 
 class TestDuality:
-    """One operator, two axes: depth attention is sequence attention of the transposed stack (arXiv 2603.16039, 2.2)."""
+    """One operator, two axes: depth attention is sequence attention of the transposed stack (arXiv 2603.16039)."""
 
     @pytest.mark.parametrize("window", [1, 2, 3, 6, 9])
     @pytest.mark.parametrize("num_heads", [1, 4])
