@@ -1,7 +1,149 @@
 """Commands around training: train, eval, generate."""
 
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
 import typer
 
 
 def add_commands(app: typer.Typer) -> None:
     """Register the commands of this file."""
+    app.command("train")(train)
+    app.command("eval")(evaluate)
+    app.command("generate")(generate)
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="YAML file with the settings.", metavar="CONFIG.yaml")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings to change, such as optimisation.lr.new=1e-3.", metavar="a.b=c")
+    ] = None,
+    print_config: Annotated[bool, typer.Option(help="Print all settings, defaults filled in, and stop.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report of the run as JSON.")] = False,
+) -> None:
+    """Fine-tune a checkpoint on text; only its new parameters, or all."""
+    from transformer2.errors import UserError
+    from transformer2.training.settings import load_settings, to_yaml
+
+    main_process = os.environ.get("RANK", "0") == "0"
+    try:
+        settings = load_settings(config, overrides or [])
+        if print_config:
+            print(to_yaml(settings), end="")
+            return
+        from transformer2.training.finetune import train as run
+
+        report = run(settings)
+    except UserError as error:
+        if not main_process:  # every process fails alike: one of them says why
+            raise SystemExit(error.exit_code) from None
+        raise
+    finally:
+        _leave_process_group()
+    if main_process:
+        print(json.dumps(report, indent=2) if as_json else _train_summary(report, settings.output))
+
+
+def evaluate(
+    model: Annotated[str, typer.Argument(help="Checkpoint folder or hub name.", metavar="PATH")],
+    text: Annotated[str, typer.Option(help="Text, JSONL or parquet file, data set folder or hub data set.")],
+    against: Annotated[str | None, typer.Option(help="A second checkpoint to compare with.")] = None,
+    sequence_length: Annotated[int | None, typer.Option(help="Tokens per row; default: 1024 at most.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Score only the first so many tokens.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
+    text_column: Annotated[str, typer.Option(help="Column with the text, of tables and data sets.")] = "text",
+    separator: Annotated[str | None, typer.Option(help="What stands between the documents of a text file.")] = None,
+    split: Annotated[str, typer.Option(help="Split of a data set.")] = "train",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Perplexity and bits per byte on a text, and the distance to another checkpoint."""
+    from tqdm import tqdm
+
+    from transformer2.training.evaluation import evaluate as run
+
+    with tqdm(unit="token", file=sys.stderr, delay=0.5) as bar:
+        report = run(
+            model,
+            text,
+            against=against,
+            sequence_length=sequence_length,
+            max_tokens=max_tokens,
+            dtype=dtype,
+            text_column=text_column,
+            separator=separator,
+            split=split,
+            on_start=bar.reset,
+            on_batch=bar.update,
+        )
+    print(json.dumps(report, indent=2) if as_json else _evaluation_summary(report))
+
+
+def generate(
+    model: Annotated[str, typer.Argument(help="Checkpoint folder or hub name.", metavar="PATH")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue, or with --chat to answer.")],
+    max_new_tokens: Annotated[int, typer.Option(help="How many tokens at most.")] = 200,
+    do_sample: Annotated[bool | None, typer.Option(help="Sample, or always take the likeliest token.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Above 1: more variety; below: less. Samples.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample from the likeliest tokens of this share.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the sampling.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat format.")] = False,
+    dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
+) -> None:
+    """Continue a prompt, printing each token as it is made."""
+    from transformer2.training.generation import generate as run
+
+    run(
+        model,
+        prompt,
+        file=sys.stdout,
+        max_new_tokens=max_new_tokens,
+        do_sample=do_sample,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        chat=chat,
+        dtype=dtype,
+    )
+
+
+def _leave_process_group() -> None:
+    """So that torch does not complain at exit. Does nothing where nothing was imported."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _train_summary(report: dict[str, Any], output: str) -> str:
+    steps, trained = report["steps"], sum(kind["trained"] for kind in report["parameters"].values())
+    lines = [
+        f"Trained {trained:,} parameters for {len(steps)} steps: "
+        f"loss {steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}, {report['tokens']:,} tokens at "
+        f"{report['tokens_per_second']:.0f} tokens/s in {report['precision']}."
+    ]
+    if report["evaluations"]:
+        before, after = report["perplexity_before"], report["perplexity_after"]
+        lines.append(f"Held-out perplexity {before:.3f} -> {after:.3f}.")
+    return "\n".join([*lines, f"Wrote {output}."])
+
+
+def _evaluation_summary(report: dict[str, Any]) -> str:
+    def line(name: str, scores: dict[str, Any]) -> str:
+        return (
+            f"{name:<8}{scores['perplexity']:>12.4f} perplexity {scores['nll']:>10.5f} nats/token "
+            f"{scores['bits_per_byte']:>9.5f} bits/byte"
+        )
+
+    lines = [
+        f"{report['tokens']:,} tokens ({report['bytes']:,} bytes) in rows of {report['sequence_length']}, "
+        f"{report['dtype']}, {report['tokens_per_second']:.0f} tokens/s",
+        line("model", report),
+    ]
+    if "base" in report:
+        lines.append(line("base", report["base"]))
+        lines.append(
+            f"KL(base || model) {report['kl']:.6f} nats/token, same first choice {report['top1_agreement']:.2%}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,105 @@
+"""A checkpoint on disk -> model and tokenizer, with what can go wrong said in one sentence."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from transformer2.errors import UserError
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def find_checkpoint(model: str | Path) -> Path:
+    """A folder, or the name of a hub model -> its folder on this machine (downloaded where it is not yet there).
+
+    Raises UserError where there is neither, and where the folder is no safetensors checkpoint.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        folder = _from_hub(str(model))
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{model} is not a checkpoint: it has no config.json.")
+    if not list(folder.glob("*.safetensors")):
+        raise UserError(f"{model} has no safetensors weights: convert it first (`transformer2 convert`).")
+    return folder
+
+
+def load_model(folder: Path, dtype: torch.dtype | str = "auto"):
+    """The causal language model in a checkpoint folder, ours or a plain Llama, with every weight from the checkpoint.
+
+    Raises UserError where the library cannot load it, or would invent weights that are missing.
+    """
+    import transformers
+
+    import transformer2  # noqa: F401  registers the model family
+
+    try:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, output_loading_info=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"Cannot load the model in {folder}: {str(error).strip().splitlines()[0]}") from error
+    if missing := sorted(info["missing_keys"]):
+        raise UserError(
+            f"{folder} lacks {len(missing)} of its model's weights, such as {missing[0]}, and they would start at "
+            "random: convert the checkpoint again."
+        )
+    return model
+
+
+def load_tokenizer(folder: Path):
+    """The tokenizer in a checkpoint folder. Raises UserError where there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, TypeError, AttributeError) as error:  # each of them says "no tokenizer here"
+        raise UserError(f"{folder} has no usable tokenizer: copy the base model's tokenizer files into it.") from error
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """The file of every tensor of a safetensors checkpoint, by name."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map: dict[str, Any] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {name: folder / file for name, file in weight_map.items()}
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            found.update(dict.fromkeys(tensors.keys(), file))
+    return found
+
+
+def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """The type of every tensor of a safetensors checkpoint, by name, from the headers alone.
+
+    Raises UserError for a quantised checkpoint: its weights cannot be trained, nor written back as they were.
+    """
+    dtypes = {}
+    files = tensor_files(folder)
+    for file in sorted(set(files.values())):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  not a dictionary
+                kind = tensors.get_slice(name).get_dtype()
+                if kind not in DTYPES:
+                    raise UserError(f"{folder} is quantised ({name} is {kind}): train the unquantised checkpoint.")
+                dtypes[name] = DTYPES[kind]
+    return dtypes
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise UserError(f"There is no folder {name}.")
+    patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py", "LICENSE*", "NOTICE*"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise UserError(
+            f"There is no folder {name}, and no model of that name could be fetched from the hub."
+        ) from error
