@@ -1,7 +1,216 @@
-"""Commands around conversion: convert, verify, inspect, variants."""
+"""Commands around conversion: convert, verify, inspect, variants. Results go to stdout, everything else to stderr."""
+
+import json
+import sys
+from typing import Annotated, Any
 
 import typer
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Level = Annotated[
+    str, typer.Option(help="L0 structure, L1 bytes, L2 logits, L3 gradients; each includes those before it.")
+]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")]
 
 
 def add_commands(app: typer.Typer) -> None:
     """Register the commands of this file."""
+    app.command()(convert)
+    app.command()(verify)
+    app.command()(inspect)
+    app.command()(variants)
+
+
+def convert(
+    source: Annotated[str, typer.Argument(help="A Llama: a folder, a model on the Hub, or a .gguf file.")],
+    output: Annotated[str, typer.Argument(help="The folder to make.")],
+    residual: Annotated[str, typer.Option(help="Residual connection, see `transformer2 variants`.")] = "standard",
+    local_mixer: Annotated[str, typer.Option(help="Local mixer, see `transformer2 variants`.")] = "none",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="AXIS.KEY=VALUE", help="An option, e.g. residual.value_channels=4; repeatable."),
+    ] = None,
+    level: Annotated[
+        str, typer.Option("--verify", help="Proof required before the output appears: L0, L1, L2 or L3.")
+    ] = "L3",
+    materialize: Annotated[
+        str, typer.Option(help="How the base shards get there: auto (clone, else copy), link, reflink or copy.")
+    ] = "auto",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a conversion that was killed.")] = False,
+    revision: Revision = None,
+    seed: Annotated[int, typer.Option(help="Seed of the new parameters.")] = 0,
+    assume_tied: Annotated[
+        bool, typer.Option("--assume-tied", help="The source shares its embeddings, though its config denies it.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Convert a pretrained Llama, unchanged in what it computes, and prove it."""
+    choices = parse_settings(residual, local_mixer, settings or [])
+    from transformer2 import conversion
+    from transformer2.errors import CheckFailed
+
+    try:
+        report = conversion.convert(
+            source,
+            output,
+            **choices,
+            verify=level,
+            materialize=materialize,
+            overwrite=overwrite,
+            resume=resume,
+            revision=revision,
+            seed=seed,
+            assume_tied=assume_tied,
+            progress=_say,
+        )
+    except CheckFailed as failed:
+        if result := getattr(failed, "report", None):
+            _show_checks(result)
+            if as_json:
+                _print_json({"output": None, "verification": result})
+        raise
+    for warning in report["warnings"]:
+        _say(f"Note: {warning}")
+    _show_checks(report["verification"])
+    if as_json:
+        _print_json(report)
+        return
+    print(
+        f"{report['output']}: {report['base_parameters']:,} parameters of {report['source']['name']}, "
+        f"{report['new_parameters']:,} new ones, verified at {report['verification']['level']}."
+    )
+    if "dequantised" in report:
+        print(f"The dequantised source is kept in {report['dequantised']}.")
+
+
+def verify(
+    source: Annotated[str, typer.Argument(help="What was converted: a folder or a model on the Hub.")],
+    output: Annotated[str, typer.Argument(help="The converted folder.")],
+    level: Level = "L3",
+    revision: Revision = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check a converted folder against its source; exit code 1 if something does not hold."""
+    from transformer2 import conversion
+    from transformer2.errors import CheckFailed
+
+    result = conversion.verify(source, output, level, revision=revision, progress=_say)
+    _show_checks(result)
+    if as_json:
+        _print_json(result)
+    if not result["passed"]:
+        raise CheckFailed(f"{output} does not hold up: {result['failures'][0]}")
+    if not as_json:
+        print(f"{output}: all {len(result['checks'])} checks up to {level} hold.")
+
+
+def inspect(
+    path: Annotated[str, typer.Argument(help="A converted folder.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show variants, options, new parameters and provenance of a Transformer2 checkpoint."""
+    from transformer2 import conversion
+
+    report = conversion.inspect_checkpoint(path)
+    if as_json:
+        _print_json(report)
+        return
+    for axis in ("residual", "local_mixer"):
+        options = dict(report[axis])
+        kind = options.pop("type")
+        print(f"{axis}: {kind}" + "".join(f"\n    {name} = {json.dumps(value)}" for name, value in options.items()))
+    print(f"parameters: {report['parameters']:,}, of which new: {report['new_parameters']:,}")
+    for kind in report["kinds"]:
+        print(f"    {kind['tensors']:4} x {kind['name']} {kind['shape']} {kind['dtype']}")
+    for name, values in report.get("scalars", {}).items():
+        print(f"{name}: min {values['min']:.4g}, mean {values['mean']:.4g}, max {values['max']:.4g}")
+    if provenance := report.get("provenance"):
+        origin = provenance["source"]
+        commit = f" at {origin['commit']}" if origin["commit"] else ""
+        print(f"made from {origin['name']}{commit} by transformer2 {provenance['tool_version']}")
+    if result := report.get("verification"):
+        print(f"verification: {result['level']} {'passed' if result['passed'] else 'FAILED'}")
+
+
+def variants(as_json: AsJson = False) -> None:
+    """List the residual connections and local mixers with their options."""
+    import inspect as introspection
+
+    from transformer2.variants import AXES, describe, options_of
+
+    menu: dict[str, Any] = {}
+    for axis, kinds in AXES.items():
+        menu[axis] = {}
+        for kind, variant in kinds.items():
+            options = {
+                name: {"type": describe(option.annotation), "default": option.default}
+                for name, option in options_of(axis, kind).items()
+            }
+            about = (introspection.getdoc(variant) or "").partition("\n")[0]
+            menu[axis][kind] = {"about": about, "options": options}
+    if as_json:
+        _print_json(menu)
+        return
+    print("The defaults of `form` are those of a new model; `convert` takes form=identity unless told otherwise.\n")
+    for axis, kinds in menu.items():
+        print(f"--{axis.replace('_', '-')}")
+        for kind, entry in kinds.items():
+            print(f"  {kind}: {entry['about']}")
+            for name, option in entry["options"].items():
+                print(f"      --set {axis}.{name}={json.dumps(option['default'])}    ({option['type']})")
+
+
+def parse_settings(residual: str, local_mixer: str, settings: list[str]) -> dict[str, dict[str, Any]]:
+    """The two axes as dictionaries, from their types and `axis.key=value` strings. Raises typer.BadParameter."""
+    choices: dict[str, dict[str, Any]] = {"residual": {"type": residual}, "local_mixer": {"type": local_mixer}}
+    for setting in settings:
+        target, equals, value = setting.partition("=")
+        axis, dot, key = target.strip().partition(".")
+        axis = axis.replace("-", "_")
+        if not equals or not dot or not key or axis not in choices or key == "type":
+            raise typer.BadParameter(
+                f"{setting!r} should read residual.KEY=VALUE or local_mixer.KEY=VALUE.", param_hint="--set"
+            )
+        choices[axis][key] = parse_value(value.strip())
+    return choices
+
+
+def parse_value(text: str) -> Any:
+    """A JSON value, or True, False, None and .5 as Python spells them, or a list of bare words; otherwise the string."""
+    words = {"true": True, "false": False, "null": None, "none": None, "~": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    if text.startswith("[") and text.endswith("]"):
+        return [parse_value(item.strip()) for item in text[1:-1].split(",") if item.strip()]
+    return text
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def _show_checks(result: dict[str, Any]) -> None:
+    """The checks of a verification as a table on stderr."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        "", "check", "result", title=f"Verification {result['level']}, {result['seconds']} s", title_justify="left"
+    )
+    for check in result["checks"]:
+        mark = "[green]pass[/green]" if check["passed"] else "[red]FAIL[/red]"
+        table.add_row(check["level"], check["name"], f"{mark} {check['detail'].replace('[', chr(92) + '[')}")
+    Console(stderr=True).print(table)

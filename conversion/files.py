@@ -1,0 +1,135 @@
+"""Putting files into a folder: copies, clones and links, hashed and flushed to the disk."""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+from transformer2.errors import MachineError, UserError
+
+from .checkpoints import BUFFER_SIZE, file_sha256
+
+Method = Literal["copy", "reflink", "link"]
+FICLONE = 0x40049409  # Linux: share the blocks of another file until one of the two changes
+
+
+def choose_method(materialize: str, example: Path, folder: Path) -> Method:
+    """How base shards get into `folder`: "auto" clones where the file system can, and copies elsewhere.
+
+    Raises MachineError if what was asked for is impossible here.
+    """
+    if materialize in ("copy", "link"):
+        return materialize
+    if materialize not in ("auto", "reflink"):
+        raise UserError(f"Unknown way to materialise {materialize!r}; choose one of: auto, link, reflink, copy.")
+    probe = folder / ".clone-probe"
+    try:
+        clone(example, probe)
+        return "reflink"
+    except OSError:
+        if materialize == "reflink":
+            raise MachineError(
+                f"The file system of {folder.parent} cannot clone files from {example.parent}; use --materialize copy."
+            ) from None
+        return "copy"
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def place(source: Path, target: Path, method: Method) -> str:
+    """Put a file in place without changing `source`, and return its SHA-256."""
+    source = source.resolve()  # the Hub's cache consists of links
+    if method == "link":
+        try:
+            os.link(source, target)
+        except OSError as error:
+            if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
+                raise
+            raise MachineError(
+                f"{source.name} cannot be hard-linked into {target.parent.parent} ({error.strerror}); "
+                "use --materialize copy."
+            ) from None
+        return file_sha256(target)
+    if method == "reflink":
+        clone(source, target)
+        return file_sha256(target)
+    return copy(source, target)
+
+
+def clone(source: Path, target: Path) -> None:
+    """Copy-on-write clone. Raises OSError where the file system cannot."""
+    try:
+        from fcntl import ioctl
+    except ImportError:
+        raise OSError(errno.EOPNOTSUPP, "no clones on this system") from None
+    with open(source, "rb") as reader, open(target, "wb") as writer:
+        ioctl(writer.fileno(), FICLONE, reader.fileno())
+        os.fsync(writer.fileno())
+
+
+def copy(source: Path, target: Path) -> str:
+    """Byte copy through a bounded buffer; returns the SHA-256 of what was written."""
+    digest = hashlib.sha256()
+    with open(source, "rb") as reader, open(target, "wb") as writer:
+        while chunk := reader.read(BUFFER_SIZE):
+            digest.update(chunk)
+            writer.write(chunk)
+        writer.flush()
+        os.fsync(writer.fileno())
+    return digest.hexdigest()
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write and flush a JSON file, readable by people."""
+    with open(file, "w", encoding="utf-8") as writer:
+        writer.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+        writer.flush()
+        os.fsync(writer.fileno())
+
+
+def flush(path: Path) -> None:
+    """fsync a file or a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:  # some file systems have no fsync for folders
+        if not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def require_space(folder: Path, num_bytes: int) -> None:
+    """Raise MachineError unless the file system of `folder` has room for so many bytes."""
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        raise MachineError(
+            f"{folder} has {_gigabytes(free)} free and {_gigabytes(num_bytes)} are needed; free some space, or use "
+            "--materialize link, which shares the base weights with the source."
+        )
+
+
+@contextlib.contextmanager
+def plain_disk_errors(folder: Path):
+    """Turn the operating system's errors of writing below `folder` into one sentence each."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise MachineError(f"The disk of {folder} is full; free some space and run it again.") from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            name = error.filename or folder
+            raise UserError(f"{name} cannot be accessed ({error.strerror}); check its permissions.") from error
+        raise
+    except Exception as error:  # safetensors has an exception type of its own
+        if type(error).__name__ == "SafetensorError" and "os error 28" in str(error):
+            raise MachineError(f"The disk of {folder} is full; free some space and run it again.") from error
+        raise
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.2f} GB"

@@ -1,0 +1,81 @@
+"""GGUF files: dequantised once into a bfloat16 safetensors folder, which then is the source like any other."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from transformer2.errors import MachineError, UserError
+
+from .checkpoints import file_sha256, read_json
+from .files import plain_disk_errors, require_space, write_json
+from .publishing import partial_folder, publish
+
+RECORD = "dequantisation.json"
+
+
+def dequantise(gguf_file: Path, output: Path) -> tuple[Path, dict[str, Any]]:
+    """The folder `OUTPUT-dequantised` next to `output`, made unless it is there already, and facts about it.
+
+    The folder is kept: conversion copies its bytes, and verification compares with it. Raises UserError for a GGUF file
+    of another architecture, or if the folder holds something else; MachineError without the gguf package.
+    """
+    try:
+        import gguf
+    except ImportError:
+        raise MachineError("Reading GGUF files takes the gguf package: pip install 'transformer2[gguf]'.") from None
+    try:
+        reader = gguf.GGUFReader(gguf_file)
+        metadata = {
+            name: field.contents() for name, field in reader.fields.items() if "tokenizer.ggml.tokens" not in name
+        }
+    except (ValueError, IndexError, KeyError, OSError) as error:
+        raise UserError(f"{gguf_file} is no readable GGUF file ({error}); download it again.") from None
+    if (architecture := metadata.get("general.architecture")) != "llama":
+        raise UserError(f"Only Llama models can be converted so far, and {gguf_file.name} says {architecture!r}.")
+    num_elements = sum(int(tensor.n_elements) for tensor in reader.tensors)
+    del reader
+
+    folder = output.parent / f"{output.name}-dequantised"
+    record = {"source": gguf_file.name, "sha256": file_sha256(gguf_file), "dtype": "bfloat16"}
+    if folder.exists():
+        if not (folder / RECORD).is_file() or read_json(folder / RECORD) != record:
+            raise UserError(f"{folder} already exists and is not the dequantised {gguf_file.name}; move it away.")
+        return folder, {**record, "folder": folder.name}
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    require_space(folder.parent, 2 * num_elements)
+    with plain_disk_errors(folder.parent), partial_folder(folder, {"gguf": record["sha256"]}, resume=False) as partial:
+        _write(gguf_file, metadata, partial.path)
+        write_json(partial.path / RECORD, record)
+        publish(partial, folder)
+    return folder, {**record, "folder": folder.name}
+
+
+def _write(gguf_file: Path, metadata: dict[str, Any], folder: Path) -> None:
+    import transformers
+
+    # Newer versions keep the weights packed unless told otherwise, older ones always unpack.
+    config_class = getattr(transformers, "GgufConfig", None)
+    unpack = {} if config_class is None else {"quantization_config": config_class(dequantize=True)}
+    where = {"pretrained_model_name_or_path": str(gguf_file.parent), "gguf_file": gguf_file.name}
+    model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16, **unpack)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+    if template := metadata.get("tokenizer.chat_template"):
+        tokenizer.chat_template = template
+    ids = {
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
+    }
+    for name, token_id in ids.items():  # the file knows better than any default
+        if token_id is not None:
+            setattr(model.config, name, int(token_id))
+            setattr(model.generation_config, name, int(token_id))
+    for name in [name for name in vars(model.config) if name in ("quantization_config", "_model_name_or_path")]:
+        delattr(model.config, name)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for name in ("tokenizer_config.json",):  # traces of this machine
+        settings = read_json(folder / name)
+        write_json(folder / name, {k: v for k, v in settings.items() if k not in ("is_local", "local_files_only")})

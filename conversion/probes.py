@@ -1,0 +1,93 @@
+"""Inputs that show a difference between two models if there is one, and the comparison of their logits."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from transformer2.compat import CACHE_FIELD
+
+NAMES = ("short", "long", "left_padded", "cached")
+LONG = 1024
+
+
+def probe_inputs(config: Any) -> dict[str, dict[str, Tensor]]:
+    """Token ids [B, T] per probe, and for the padded one the mask [B, T]; no longer than the model's positions."""
+    generator = torch.Generator().manual_seed(0)
+    limit = config.max_position_embeddings
+
+    def random_ids(batch: int, length: int) -> Tensor:
+        return torch.randint(config.vocab_size, (batch, max(1, min(length, limit))), generator=generator)
+
+    short, long, padded, cached = random_ids(1, 16), random_ids(1, LONG), random_ids(3, 24), random_ids(1, 24)
+    special = [i for i in _special_ids(config) if i < config.vocab_size][: short.shape[1]]
+    short[0, : len(special)] = torch.tensor(special, dtype=torch.long)
+    mask = torch.ones_like(padded)
+    for row, padding in enumerate((0, 5, 11)):
+        mask[row, : min(padding, padded.shape[1] - 1)] = 0
+    return {
+        "short": {"input_ids": short},
+        "long": {"input_ids": long},
+        "left_padded": {"input_ids": padded, "attention_mask": mask},
+        "cached": {"input_ids": cached},
+    }
+
+
+def _special_ids(config: Any) -> list[int]:
+    ids = []
+    for token in (config.bos_token_id, config.eos_token_id, config.pad_token_id):
+        ids += token if isinstance(token, list) else [] if token is None or token < 0 else [token]
+    return ids
+
+
+@torch.no_grad()
+def run_probe(model: nn.Module, name: str, inputs: dict[str, Tensor]) -> Tensor:
+    """Logits [N, V] of the real tokens of one probe; "cached" is a prefill, then one token at a time."""
+    if name != "cached":
+        logits = model(**inputs, use_cache=False).logits
+        mask = inputs.get("attention_mask")
+        return logits.flatten(0, 1) if mask is None else logits[mask.bool()]
+    ids = inputs["input_ids"]
+    prefill = max(1, ids.shape[1] - 6)
+    output = model(input_ids=ids[:, :prefill], use_cache=True)
+    logits = [output.logits]
+    for step in range(prefill, ids.shape[1]):
+        output = model(input_ids=ids[:, step : step + 1], use_cache=True, **{CACHE_FIELD: output[CACHE_FIELD]})
+        logits.append(output.logits)
+    return torch.cat(logits, dim=1).flatten(0, 1)
+
+
+def compare(expected: Tensor, actual: Tensor) -> dict[str, Any]:
+    """How far two sets of logits [N, V] are apart; KL(expected, actual) in nats, the largest over the tokens."""
+    if torch.equal(expected, actual):
+        return {"bit_equal": True, "tokens": len(expected), "max_abs_diff": 0.0, "max_kl": 0.0, "top1_agreement": 1.0}
+    max_kl = max_abs = 0.0
+    agreeing = 0
+    for old, new in zip(expected.split(64), actual.split(64), strict=True):
+        old, new = old.double(), new.double()
+        old_log, new_log = old.log_softmax(-1), new.log_softmax(-1)
+        max_kl = max(max_kl, (old_log.exp() * (old_log - new_log)).sum(-1).max().item())
+        max_abs = max(max_abs, (old - new).abs().max().item())
+        agreeing += (old.argmax(-1) == new.argmax(-1)).sum().item()
+    return {
+        "bit_equal": False,
+        "tokens": len(expected),
+        "max_abs_diff": max_abs,
+        "max_kl": max_kl,
+        "top1_agreement": agreeing / len(expected),
+    }
+
+
+@torch.no_grad()
+def hidden_states(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """The embeddings and the output of every layer, [B, T, D] each (the last one after the final norm)."""
+    return list(model(**inputs, use_cache=False, output_hidden_states=True).hidden_states)
+
+
+def first_difference(expected: list[Tensor], actual: list[Tensor]) -> str:
+    """Where two lists of hidden states part."""
+    for index, (old, new) in enumerate(zip(expected, actual, strict=True)):
+        if not torch.equal(old, new):
+            place = "the embeddings" if index == 0 else f"layer {index - 1}"
+            return f"{place} (largest difference {(old - new).abs().max().item():.3g})"
+    return "the head or the cache: all layers agree without a cache"

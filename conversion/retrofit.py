@@ -1,0 +1,217 @@
+"""Conversion: a Llama checkpoint becomes a Transformer2 checkpoint that computes the same, bit for bit.
+
+The result is an overlay. The base shards are the source's, byte for byte; one added shard holds the new parameters; an
+index, a config and the model's code go with them. So memory does not grow with the base model, except for verifying.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers.dynamic_module_utils import get_relative_import_files
+
+import transformer2
+from transformer2.errors import CheckFailed, UserError
+
+from .checkpoints import INDEX_NAME, open_checkpoint, read_header, read_json
+from .files import choose_method, copy, place, plain_disk_errors, require_space, write_json
+from .llama_sources import EMBEDDING, HEAD, LlamaSource, check_llama
+from .new_parameters import initialise, new_tensors
+from .publishing import PartialFolder, partial_folder, publish, require_free_name
+from .side_files import side_files
+from .sources import Source, resolve_source
+from .target_config import build_config, config_json, departs_from_identity
+
+PROVENANCE = "transformer2_conversion.json"
+LEVELS = ("L0", "L1", "L2", "L3")
+
+
+def convert(
+    source: str | Path,
+    output: str | Path,
+    *,
+    residual: str | dict[str, Any] = "standard",
+    local_mixer: str | dict[str, Any] = "none",
+    verify: str = "L3",
+    materialize: str = "auto",
+    overwrite: bool = False,
+    resume: bool = False,
+    revision: str | None = None,
+    seed: int = 0,
+    assume_tied: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Convert the Llama at `source` (folder, Hub name or .gguf file) into the new folder `output`; returns a report.
+
+    `residual` and `local_mixer` are as in `Transformer2Config`, except that `form` defaults to "identity". `verify` is
+    the level of proof that is required before `output` appears: L0 structure, L1 bytes, L2 logits, L3 gradients. `seed`
+    makes the new parameters reproducible. `progress` is told what is being done.
+
+    Raises UserError for bad input, CheckFailed if verification fails, MachineError for lack of disk; then there is no
+    output.
+    """
+    if verify not in LEVELS:
+        raise UserError(f"Unknown verification level {verify!r}; choose one of: {', '.join(LEVELS)}.")
+    say = progress or (lambda message: None)
+    output = Path(os.path.abspath(Path(output).expanduser()))
+    require_free_name(output, overwrite)
+    with plain_disk_errors(output.parent):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        say("Reading the source")
+        origin = resolve_source(source, output, revision)
+        _require_apart(origin.folder, output)
+        llama = check_llama(open_checkpoint(origin.folder), assume_tied)
+        config = build_config(llama, residual, local_mixer)
+        if (departure := departs_from_identity(config)) and verify in ("L2", "L3"):
+            raise UserError(
+                f"{departure} does not start as the source model, so its logits cannot be equal: leave the form at "
+                "'identity', or use --verify L1 to convert all the same."
+            )
+        plan = {
+            "residual": config.residual,
+            "local_mixer": config.local_mixer,
+            "seed": seed,
+            "assume_tied": assume_tied,
+            "materialize": materialize,
+        }
+        fingerprint = {"plan": plan, "tool": transformer2.__version__, "source": _signature(llama)}
+        with partial_folder(output, fingerprint, resume) as partial:
+            report = _build(partial, origin, llama, config, plan, say)
+            if not (partial.path / "config.json").is_file():
+                raise RuntimeError("The conversion wrote no config.json.")
+            say(f"Verifying ({verify})")
+            result = _verify(origin, llama, partial, verify, say)
+            say("Publishing")
+            publish(partial, output)
+    report["output"] = str(output)
+    report["verification"] = result
+    return report
+
+
+def _build(
+    partial: PartialFolder,
+    origin: Source,
+    llama: LlamaSource,
+    config: Any,
+    plan: dict[str, Any],
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Write every file but verification.json; returns the report of what was written."""
+    shards, described = llama.checkpoint.shards, new_tensors(config, llama)
+    method = choose_method(plan["materialize"], shards[0].resolve(), partial.path)
+    new_bytes = sum(_num_elements(shape) * dtype.itemsize for shape, dtype in described.values())
+    base_bytes = llama.checkpoint.num_bytes if method == "copy" else 0
+    require_space(partial.path, base_bytes + new_bytes + 64 * 2**20)
+
+    warnings = list(llama.notes)
+    if method == "link":
+        warnings.append("The base shards are hard links: editing them in place would alter the source as well.")
+    total = len(shards) + bool(described)
+    names = [f"model-{number:05d}-of-{total:05d}.safetensors" for number in range(1, total + 1)]
+    files: dict[str, dict[str, Any]] = {}
+    for shard, name in zip(shards, names, strict=False):
+        say(f"{name}: {method} of {shard.name}")
+        entry = partial.add(name, lambda target, shard=shard: place(shard, target, method))
+        files[name] = {**entry, "from": shard.name}
+    if described:
+        say(f"{names[-1]}: {len(described)} new tensors")
+        files[names[-1]] = partial.add(names[-1], lambda target: _write_new(target, config, llama, plan["seed"]))
+
+    tensors = {tensor: name for name in names for tensor in read_header(partial.path / name)}
+    redundant = {HEAD} if config.tie_word_embeddings and EMBEDDING in tensors else set()
+    sizes = [e for name in names for t, e in read_header(partial.path / name).items() if t not in redundant]
+    index = {
+        "metadata": {
+            "total_size": sum(e.end - e.start for n in names for e in read_header(partial.path / n).values()),
+            "total_parameters": sum(entry.num_elements for entry in sizes),
+        },
+        "weight_map": dict(sorted(tensors.items())),
+    }
+    files[INDEX_NAME] = partial.add(INDEX_NAME, lambda target: write_json(target, index))
+    files["config.json"] = partial.add("config.json", lambda target: write_json(target, config_json(config)))
+    for file in travelling_code():
+        files[file.name] = partial.add(file.name, lambda target, file=file: copy(file, target))
+    for name, file in side_files(origin.folder, taken=set(files)).items():
+        files[name] = partial.add(name, lambda target, file=file: copy(file, target))
+        files[name]["from"] = file.relative_to(origin.folder).as_posix()
+
+    provenance = {
+        "tool": "transformer2",
+        "tool_version": transformer2.__version__,
+        "source": {"name": origin.name, "commit": origin.commit, "gguf": origin.gguf},
+        "options": plan,
+        "base_dtype": str(llama.dtype).removeprefix("torch."),
+        "new_tensors": sorted(described),
+        "notes": warnings,
+        "files": files,
+    }
+    write_json(partial.path / PROVENANCE, provenance)
+    return {
+        "source": provenance["source"],
+        "residual": config.residual,
+        "local_mixer": config.local_mixer,
+        "materialized": method,
+        "base_parameters": index["metadata"]["total_parameters"]
+        - sum(_num_elements(s) for s, _ in described.values()),
+        "new_parameters": sum(_num_elements(shape) for shape, _ in described.values()),
+        "new_tensors": len(described),
+        "new_bytes": new_bytes,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "files": sorted(files),
+        "resumed_files": partial.reused,
+        "warnings": warnings,
+        **({"dequantised": origin.gguf["folder"]} if origin.gguf else {}),
+    }
+
+
+def _write_new(target: Path, config: Any, llama: LlamaSource, seed: int) -> None:
+    from safetensors.torch import save_file
+
+    save_file(initialise(config, llama, seed), target, metadata={"format": "pt"})
+    os.chmod(target, 0o666 & ~_umask())  # safetensors creates it for the owner alone
+
+
+def _verify(
+    origin: Source, llama: LlamaSource, partial: PartialFolder, level: str, say: Callable[[str], None]
+) -> dict[str, Any]:
+    from .verification import run_checks
+
+    result = run_checks(origin.folder, partial.path, level, progress=say)
+    if not result["passed"]:
+        failed = CheckFailed(f"Verification failed, so nothing was written: {result['failures'][0]}")
+        failed.report = result
+        raise failed
+    return result
+
+
+def travelling_code() -> list[Path]:
+    """The model files that a checkpoint carries: both entry files and all that they import, flat."""
+    package = Path(transformer2.__file__).parent
+    files: set[Path] = set()
+    for entry in ("modeling_transformer2.py", "configuration_transformer2.py"):
+        files.add(package / entry)
+        files.update(Path(file) for file in get_relative_import_files(package / entry))
+    return sorted(files)
+
+
+def _signature(llama: LlamaSource) -> list[Any]:
+    """What tells one source from another without reading its weights."""
+    stats = [(shard.name, shard.stat().st_size, shard.stat().st_mtime_ns) for shard in llama.checkpoint.shards]
+    return [*map(list, stats), read_json(llama.checkpoint.folder / "config.json")]
+
+
+def _require_apart(source: Path, output: Path) -> None:
+    source, output = source.resolve(), output.resolve()
+    if source == output or source in output.parents or output in source.parents:
+        raise UserError(f"The output {output} and the source {source} overlap; choose a folder elsewhere.")
+
+
+def _num_elements(shape: tuple[int, ...]) -> int:
+    return 1 if not shape else int(shape[0]) * _num_elements(shape[1:])
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

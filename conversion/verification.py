@@ -1,0 +1,157 @@
+"""The proof that a converted checkpoint is what it claims to be, at four levels; each includes those before it.
+
+L0 structure    tensors, index, config and files are those that source and options imply
+L1 bytes        the source's tensors and files are untouched
+L2 logits       bit-equal to stock Llama, in float32 and the stored type, also where only transformers is installed
+L3 gradients    every new parameter learns
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import transformer2
+from transformer2.errors import UserError
+
+from .checkpoints import Checkpoint, open_checkpoint, read_json
+from .files import plain_disk_errors, write_json
+from .liveness import check_liveness
+from .llama_sources import LlamaSource, check_llama
+from .logits import check_fresh_process, check_logits
+from .retrofit import LEVELS
+from .sources import resolve_source
+from .structure import check_bytes, check_structure, summary
+
+RESULT = "verification.json"
+
+
+def verify(
+    source: str | Path,
+    output: str | Path,
+    level: str = "L3",
+    *,
+    revision: str | None = None,
+    fresh_process: bool = True,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Check the converted folder `output` against its source (a folder or Hub name) up to `level`.
+
+    Returns the result, whose "passed" says whether everything held; it is written to `verification.json` in `output`
+    as well. `fresh_process=False` leaves out the part of L2 that starts a process without the package. Raises UserError
+    if one of the two cannot be read at all.
+    """
+    if level not in LEVELS:
+        raise UserError(f"Unknown verification level {level!r}; choose one of: {', '.join(LEVELS)}.")
+    output = Path(output).expanduser()
+    if not output.is_dir():
+        raise UserError(f"There is no folder {output}.")
+    if str(source).endswith(".gguf"):
+        raise UserError(
+            f"Give the dequantised folder that the conversion reported instead of {Path(source).name}: that is the source."
+        )
+    folder = resolve_source(source, output, revision).folder
+    with plain_disk_errors(output):
+        return run_checks(folder, output, level, fresh_process=fresh_process, progress=progress)
+
+
+def run_checks(
+    source_folder: Path,
+    output: Path,
+    level: str,
+    *,
+    fresh_process: bool = True,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """As `verify`, with the source's folder found already."""
+    say = progress or (lambda message: None)
+    started = time.perf_counter()
+    checks: list[dict[str, Any]] = []
+
+    def record(check_level: str, name: str, passed: bool, detail: str, **figures: Any) -> None:
+        entry = {"level": check_level, "name": name, "passed": bool(passed), "detail": detail}
+        checks.append({**entry, **({"figures": figures} if figures else {})})
+
+    config = read_json(output / "config.json")
+    if config.get("model_type") != "transformer2":
+        raise UserError(f"{output} is no Transformer2 checkpoint: its config.json says {config.get('model_type')!r}.")
+    source = check_llama(open_checkpoint(source_folder), assume_tied=bool(config.get("tie_word_embeddings")))
+    converted = _open(output, record)
+    if converted is not None:
+        wanted = LEVELS.index(level)
+        for name, wrong in check_structure(source, converted).items():
+            record("L0", name, not wrong, summary(wrong))
+        sound = all(check["passed"] for check in checks if check["name"] in ("base tensors", "new tensors", "config"))
+        if wanted >= 1:
+            say("Comparing bytes")
+            for name, wrong in check_bytes(source, converted).items():
+                record("L1", name, not wrong, summary(wrong))
+        if wanted >= 2 and sound:
+            _logits(source, output, record, fresh_process, say)
+        if wanted >= 3 and sound:
+            say("Following gradients")
+            _liveness(source, converted, record)
+    failures = [f"{check['level']} {check['name']}: {check['detail']}" for check in checks if not check["passed"]]
+    result = {
+        "level": level,
+        "passed": not failures,
+        "failures": failures,
+        "checks": checks,
+        "seconds": round(time.perf_counter() - started, 2),
+        "versions": {
+            "transformer2": transformer2.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+    write_json(output / RESULT, result)
+    return result
+
+
+def _open(output: Path, record: Callable[..., None]) -> Checkpoint | None:
+    try:
+        return open_checkpoint(output)
+    except UserError as error:
+        record("L0", "shards", False, str(error).replace(f"{output}/", ""))
+        return None
+
+
+def _logits(
+    source: LlamaSource, output: Path, record: Callable[..., None], fresh_process: bool, say: Callable[[str], None]
+) -> None:
+    for dtype in dict.fromkeys((torch.float32, source.dtype)):
+        name = str(dtype).removeprefix("torch.")
+        say(f"Comparing logits in {name}")
+        for probe, figures in check_logits(source, output, dtype).items():
+            if probe == "loading":
+                record("L2", f"{name} loading", figures["bit_equal"], "; ".join(figures["problems"]) or "ok")
+            else:
+                record("L2", f"{name} {probe}", figures["bit_equal"], _describe(figures), **figures)
+    if fresh_process:
+        say("Loading in a process with transformers alone")
+        result = check_fresh_process(source, output)
+        record("L2", "without the package", result["bit_equal"], "; ".join(result["problems"]) or "same logits")
+
+
+def _describe(figures: dict[str, Any]) -> str:
+    if figures["bit_equal"]:
+        return f"bit-equal on {figures['tokens']} tokens"
+    return (
+        f"logits differ by up to {figures['max_abs_diff']:.3g} (KL {figures['max_kl']:.3g}, top-1 agreement "
+        f"{figures['top1_agreement']:.1%}), first in {figures['first_difference']}"
+    )
+
+
+def _liveness(source: LlamaSource, converted: Checkpoint, record: Callable[..., None]) -> None:
+    new = [name for name in converted.tensors if name not in source.checkpoint.tensors]
+    result = check_liveness(converted.folder, new)
+    documented = sorted({*result["documented"], *result["idle"]})
+    wrong = sorted(set(result["dead_at_start"]) ^ set(documented))
+    detail = f"{len(documented)} of {result['new_tensors']} new tensors dormant, as documented"
+    record("L3", "step 0", not wrong, f"not as documented: {summary(wrong)}" if wrong else detail, **result)
+    wrong = sorted(set(result["dead_after_two_steps"]) ^ set(result["idle"]))
+    detail = f"all alive but {len(result['idle'])} idle ones" if result["idle"] else "all new tensors alive"
+    record("L3", "step 2", not wrong, f"without gradient: {summary(wrong)}" if wrong else detail)
