@@ -75,7 +75,7 @@ class Transformer2Config(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Assigning a variant, as overrides of `from_pretrained` do, fills in its options and what follows from them."""
+        """Assigning a variant, as overrides of `from_pretrained` do, fills in its options and what follows."""
         if name not in AXES or "number_of_conv_states" not in self.__dict__:  # the last field: all others are set
             return super().__setattr__(name, value)
         super().__setattr__(name, resolve(name, value, self))

@@ -45,7 +45,7 @@ class DeepDeltaLearning(Residual):
     gate_hidden_size: width of a tanh layer inside the gate, or None for the single linear layer.
     """
 
-    keep_in_float32 = ("attn_residual", "mlp_residual", "model.residual")
+    keep_in_float32 = ("residual", "attn_residual", "mlp_residual")
     dormant = (r"\.gate\.0\.",)
 
     def __init__(

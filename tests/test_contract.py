@@ -8,7 +8,7 @@ import torch
 from helpers import CASES, LOCAL_MIXERS, RESIDUALS, SIZE, case, is_new, tokens
 from transformers import DynamicCache, StaticCache
 
-from transformer2 import Transformer2ForCausalLM
+from transformer2 import Transformer2ForCausalLM, Transformer2Model
 from transformer2.depth import Residual
 from transformer2.variants import RESIDUALS as RESIDUAL_CLASSES
 
@@ -284,3 +284,43 @@ def test_cache_operations(mixer):
         cache.reset()
         out = decode(model, x[:1], [5, 7], cache) if isinstance(cache, StaticCache) else full[:1]
         torch.testing.assert_close(out, full[:1], atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("auto_class", [Transformer2Model, Transformer2ForCausalLM])
+def test_gates_stay_in_float32(auto_class, tmp_path):
+    """Loading in half precision keeps DDL's parameters in float32, and the rest in what was asked for."""
+    case("ddl_identity_tc_ec", "swa").save_pretrained(tmp_path)
+    for dtype in (torch.bfloat16, torch.float16):
+        model = auto_class.from_pretrained(tmp_path, dtype=dtype)
+        for name, parameter in model.named_parameters():
+            kept = any(part.endswith("residual") for part in name.split("."))
+            assert parameter.dtype == (torch.float32 if kept else dtype), name
+
+
+@pytest.mark.parametrize(("residual", "mixer"), [("standard", "swa"), ("ddl_tc_ec", "swa_chunk"), ("depth_swa", "none")])
+@torch.no_grad()
+def test_static_decoding_compiles_once(residual, mixer):
+    """Every decoding step runs the same graph."""
+    torch._dynamo.reset()
+    model = case(residual, mixer)
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    cache = StaticCache(model.config, max_cache_len=16)
+    x = tokens(2, 12)
+    full = model(x, use_cache=False).logits
+    model(x[:, :6], cache=cache, use_cache=True)
+    step = torch.compile(model, fullgraph=True, dynamic=False, backend=count)
+    for position in range(6, 12):
+        piece = x[:, position : position + 1]
+        masks = model.create_masks_for_generate(
+            model.config, model.get_input_embeddings()(piece), None, cache, torch.tensor([[position]])
+        )
+        logits = step(
+            piece, attention_mask=masks, position_ids=torch.tensor([[position]]), cache=cache, use_cache=True
+        ).logits
+        torch.testing.assert_close(logits[:, 0], full[:, position], atol=1e-5, rtol=1e-4)
+    assert len(graphs) == 1
