@@ -177,7 +177,7 @@ def parse_settings(residual: str, local_mixer: str, settings: list[str]) -> dict
 
 
 def parse_value(text: str) -> Any:
-    """A JSON value, or True, False, None and .5 as Python spells them, or a list of bare words; otherwise the string."""
+    """A JSON value, or True, False, None and .5 as Python spells them, or a list of words; otherwise the string."""
     words = {"true": True, "false": False, "null": None, "none": None, "~": None}
     if text.lower() in words:
         return words[text.lower()]

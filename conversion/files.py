@@ -9,9 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any, Literal
 
+from transformer2.conversion.checkpoints import BUFFER_SIZE, file_sha256
 from transformer2.errors import MachineError, UserError
-
-from .checkpoints import BUFFER_SIZE, file_sha256
 
 Method = Literal["copy", "reflink", "link"]
 FICLONE = 0x40049409  # Linux: share the blocks of another file until one of the two changes

@@ -5,11 +5,10 @@ from typing import Any
 
 import torch
 
+from transformer2.conversion.checkpoints import file_sha256, read_json
+from transformer2.conversion.files import plain_disk_errors, require_space, write_json
+from transformer2.conversion.publishing import partial_folder, publish
 from transformer2.errors import MachineError, UserError
-
-from .checkpoints import file_sha256, read_json
-from .files import plain_disk_errors, require_space, write_json
-from .publishing import partial_folder, publish
 
 RECORD = "dequantisation.json"
 
@@ -17,8 +16,8 @@ RECORD = "dequantisation.json"
 def dequantise(gguf_file: Path, output: Path) -> tuple[Path, dict[str, Any]]:
     """The folder `OUTPUT-dequantised` next to `output`, made unless it is there already, and facts about it.
 
-    The folder is kept: conversion copies its bytes, and verification compares with it. Raises UserError for a GGUF file
-    of another architecture, or if the folder holds something else; MachineError without the gguf package.
+    The folder is kept: conversion copies its bytes, and verification compares with it. Raises UserError for another
+    architecture, or if the folder holds something else; MachineError without the gguf package.
     """
     try:
         import gguf

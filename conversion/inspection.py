@@ -4,10 +4,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from transformer2.conversion.checkpoints import DTYPES, PROVENANCE, TensorEntry, open_checkpoint, read_json
 from transformer2.errors import UserError
-
-from .checkpoints import DTYPES, TensorEntry, open_checkpoint, read_json
-from .retrofit import PROVENANCE
 
 SCALARS = ("carry", "erase")
 

@@ -1,4 +1,4 @@
-"""L3: the new parameters learn. At first exactly the documented ones have no gradient, after two steps all have one."""
+"""L3: the new parameters learn. At first only the documented ones have no gradient, after two steps all have one."""
 
 import re
 from pathlib import Path
@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from transformer2.conversion.logits import load_converted
 from transformer2.variants import AXES
-
-from .logits import load_converted
 
 LEARNING_RATE = 1e-3
 

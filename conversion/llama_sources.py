@@ -1,4 +1,4 @@
-"""Is this checkpoint a plain Llama, complete and well-formed? Decided by config and tensor shapes, never by its name."""
+"""Is this checkpoint a plain, complete Llama? Decided by its config and its tensors' shapes, never by its name."""
 
 import copy
 from dataclasses import dataclass
@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
+from transformer2.conversion.checkpoints import DTYPES, Checkpoint
 from transformer2.errors import UserError
-
-from .checkpoints import DTYPES, Checkpoint
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 PLANNED = ("mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "smollm3")
@@ -59,7 +58,7 @@ def _llama_config(config: dict[str, Any]) -> Any:
     try:
         return LlamaConfig.from_dict(copy.deepcopy(config))  # standardises rope_scaling and rope_theta
     except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
-        raise UserError(f"transformers refuses the source's config.json: {_one_line(error)}") from None
+        raise UserError(f"transformers refuses the source's config.json: {one_line(error)}") from None
 
 
 def _truly_tied(checkpoint: Checkpoint, tied: bool, assume_tied: bool, notes: list[str]) -> bool:
@@ -69,7 +68,7 @@ def _truly_tied(checkpoint: Checkpoint, tied: bool, assume_tied: bool, notes: li
         if head is None and embedding is not None and not tied:
             if not assume_tied:
                 raise UserError(
-                    "config.json says tie_word_embeddings: false, but there is no lm_head.weight, so the head would be "
+                    "config.json says tie_word_embeddings: false, but there is no lm_head.weight: the head would be "
                     "random; use --assume-tied if the model shares its embeddings, or download the missing tensor."
                 )
             notes.append("config.json said tie_word_embeddings: false without a head; taken as tied (--assume-tied).")
@@ -97,9 +96,9 @@ def _check_tensors(checkpoint: Checkpoint, config: Any, notes: list[str]) -> Non
     if computed:
         notes.append(f"{len(computed)} stored rotary frequencies are kept but never read.")
     if unexpected := sorted(set(stored) - set(expected) - computed):
-        raise UserError(f"The source holds tensors that a Llama of its config does not have: {_some(unexpected)}.")
+        raise UserError(f"The source holds tensors that a Llama of its config does not have: {some(unexpected)}.")
     if missing := sorted(set(expected) - set(stored)):
-        raise UserError(f"The source lacks tensors that its config implies: {_some(missing)}; download it again.")
+        raise UserError(f"The source lacks tensors that its config implies: {some(missing)}; download it again.")
     for name, shape in expected.items():
         if stored[name].shape != shape:
             raise UserError(f"{name} has shape {list(stored[name].shape)}, but config.json implies {list(shape)}.")
@@ -119,7 +118,7 @@ def llama_shapes(config: Any) -> dict[str, tuple[int, ...]]:
         with torch.device("meta"):
             model = LlamaForCausalLM(config)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ZeroDivisionError) as error:
-        raise UserError(f"transformers cannot build the source from its config.json: {_one_line(error)}") from None
+        raise UserError(f"transformers cannot build the source from its config.json: {one_line(error)}") from None
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
@@ -131,10 +130,12 @@ def _storage_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return getattr(torch, DTYPES[max(counts, key=counts.__getitem__)])
 
 
-def _some(names: list[str], limit: int = 3) -> str:
+def some(names: list[str], limit: int = 3) -> str:
+    """The first few names, and how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """An exception's message without line breaks."""
     return " ".join(str(error).split())

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from transformer2 import Transformer2ForCausalLM
-
-from .llama_sources import LlamaSource
-from .probes import compare, first_difference, hidden_states, probe_inputs, run_probe
+from transformer2.conversion.llama_sources import LlamaSource
+from transformer2.conversion.probes import compare, first_difference, hidden_states, probe_inputs, run_probe
 
 
 def check_logits(source: LlamaSource, output: Path, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
@@ -40,7 +39,7 @@ def check_logits(source: LlamaSource, output: Path, dtype: torch.dtype) -> dict[
 
 
 def check_fresh_process(source: LlamaSource, output: Path) -> dict[str, Any]:
-    """Load `output` by `trust_remote_code`, where our package cannot be imported, and compare with stock Llama's logits.
+    """Load `output` by `trust_remote_code`, where our package is blocked, and compare with stock Llama's logits.
 
     Raises nothing: whatever goes wrong over there is part of the result.
     """

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from transformer2 import Transformer2Config, Transformer2ForCausalLM
-
-from .llama_sources import LlamaSource, llama_shapes
+from transformer2.conversion.llama_sources import LlamaSource, llama_shapes
 
 
 def meta_model(config: Transformer2Config) -> Transformer2ForCausalLM:
@@ -36,7 +35,7 @@ def storage_dtype(name: str, keep_in_float32: tuple[str, ...], base_dtype: torch
 
 
 def initialise(config: Transformer2Config, source: LlamaSource, seed: int) -> dict[str, Tensor]:
-    """The new parameters as the model itself starts them, reproducible by `seed`; the global generator stays untouched."""
+    """The new parameters as the model starts them, reproducible by `seed`; the global generator is left alone."""
     model = meta_model(config)
     described = _describe(model, source)
     tensors: dict[str, Tensor] = {}

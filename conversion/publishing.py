@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from transformer2.conversion.checkpoints import file_sha256
+from transformer2.conversion.files import flush
 from transformer2.errors import UserError
-
-from .checkpoints import file_sha256
-from .files import flush
 
 JOURNAL = ".journal.jsonl"
 

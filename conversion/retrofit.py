@@ -4,6 +4,7 @@ The result is an overlay. The base shards are the source's, byte for byte; one a
 index, a config and the model's code go with them. So memory does not grow with the base model, except for verifying.
 """
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,19 +13,16 @@ from typing import Any
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import transformer2
+from transformer2.conversion.checkpoints import INDEX_NAME, PROVENANCE, open_checkpoint, read_header, read_json
+from transformer2.conversion.files import choose_method, copy, place, plain_disk_errors, require_space, write_json
+from transformer2.conversion.llama_sources import EMBEDDING, HEAD, LlamaSource, check_llama
+from transformer2.conversion.new_parameters import initialise, new_tensors
+from transformer2.conversion.publishing import PartialFolder, partial_folder, publish, require_free_name
+from transformer2.conversion.side_files import side_files
+from transformer2.conversion.sources import Source, resolve_source
+from transformer2.conversion.target_config import build_config, config_json, departs_from_identity
+from transformer2.conversion.verification import LEVELS, run_checks
 from transformer2.errors import CheckFailed, UserError
-
-from .checkpoints import INDEX_NAME, open_checkpoint, read_header, read_json
-from .files import choose_method, copy, place, plain_disk_errors, require_space, write_json
-from .llama_sources import EMBEDDING, HEAD, LlamaSource, check_llama
-from .new_parameters import initialise, new_tensors
-from .publishing import PartialFolder, partial_folder, publish, require_free_name
-from .side_files import side_files
-from .sources import Source, resolve_source
-from .target_config import build_config, config_json, departs_from_identity
-
-PROVENANCE = "transformer2_conversion.json"
-LEVELS = ("L0", "L1", "L2", "L3")
 
 
 def convert(
@@ -45,8 +43,8 @@ def convert(
     """Convert the Llama at `source` (folder, Hub name or .gguf file) into the new folder `output`; returns a report.
 
     `residual` and `local_mixer` are as in `Transformer2Config`, except that `form` defaults to "identity". `verify` is
-    the level of proof that is required before `output` appears: L0 structure, L1 bytes, L2 logits, L3 gradients. `seed`
-    makes the new parameters reproducible. `progress` is told what is being done.
+    the proof required before `output` appears: L0 structure, L1 bytes, L2 logits, L3 gradients. `seed` makes the new
+    parameters reproducible. `progress` is told what is being done.
 
     Raises UserError for bad input, CheckFailed if verification fails, MachineError for lack of disk; then there is no
     output.
@@ -78,10 +76,12 @@ def convert(
         fingerprint = {"plan": plan, "tool": transformer2.__version__, "source": _signature(llama)}
         with partial_folder(output, fingerprint, resume) as partial:
             report = _build(partial, origin, llama, config, plan, say)
-            if not (partial.path / "config.json").is_file():
-                raise RuntimeError("The conversion wrote no config.json.")
             say(f"Verifying ({verify})")
-            result = _verify(origin, llama, partial, verify, say)
+            result = run_checks(origin.folder, partial.path, verify, progress=say)
+            if not result["passed"]:
+                failed = CheckFailed(f"Verification failed, so nothing was written: {result['failures'][0]}")
+                failed.report = result  # for whoever wants to show it
+                raise failed
             say("Publishing")
             publish(partial, output)
     report["output"] = str(output)
@@ -100,7 +100,7 @@ def _build(
     """Write every file but verification.json; returns the report of what was written."""
     shards, described = llama.checkpoint.shards, new_tensors(config, llama)
     method = choose_method(plan["materialize"], shards[0].resolve(), partial.path)
-    new_bytes = sum(_num_elements(shape) * dtype.itemsize for shape, dtype in described.values())
+    new_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in described.values())
     base_bytes = llama.checkpoint.num_bytes if method == "copy" else 0
     require_space(partial.path, base_bytes + new_bytes + 64 * 2**20)
 
@@ -118,16 +118,7 @@ def _build(
         say(f"{names[-1]}: {len(described)} new tensors")
         files[names[-1]] = partial.add(names[-1], lambda target: _write_new(target, config, llama, plan["seed"]))
 
-    tensors = {tensor: name for name in names for tensor in read_header(partial.path / name)}
-    redundant = {HEAD} if config.tie_word_embeddings and EMBEDDING in tensors else set()
-    sizes = [e for name in names for t, e in read_header(partial.path / name).items() if t not in redundant]
-    index = {
-        "metadata": {
-            "total_size": sum(e.end - e.start for n in names for e in read_header(partial.path / n).values()),
-            "total_parameters": sum(entry.num_elements for entry in sizes),
-        },
-        "weight_map": dict(sorted(tensors.items())),
-    }
+    index = build_index([partial.path / name for name in names], config.tie_word_embeddings)
     files[INDEX_NAME] = partial.add(INDEX_NAME, lambda target: write_json(target, index))
     files["config.json"] = partial.add("config.json", lambda target: write_json(target, config_json(config)))
     for file in travelling_code():
@@ -152,9 +143,8 @@ def _build(
         "residual": config.residual,
         "local_mixer": config.local_mixer,
         "materialized": method,
-        "base_parameters": index["metadata"]["total_parameters"]
-        - sum(_num_elements(s) for s, _ in described.values()),
-        "new_parameters": sum(_num_elements(shape) for shape, _ in described.values()),
+        "base_parameters": index["metadata"]["total_parameters"] - sum(math.prod(s) for s, _ in described.values()),
+        "new_parameters": sum(math.prod(shape) for shape, _ in described.values()),
         "new_tensors": len(described),
         "new_bytes": new_bytes,
         "tie_word_embeddings": config.tie_word_embeddings,
@@ -172,17 +162,17 @@ def _write_new(target: Path, config: Any, llama: LlamaSource, seed: int) -> None
     os.chmod(target, 0o666 & ~_umask())  # safetensors creates it for the owner alone
 
 
-def _verify(
-    origin: Source, llama: LlamaSource, partial: PartialFolder, level: str, say: Callable[[str], None]
-) -> dict[str, Any]:
-    from .verification import run_checks
-
-    result = run_checks(origin.folder, partial.path, level, progress=say)
-    if not result["passed"]:
-        failed = CheckFailed(f"Verification failed, so nothing was written: {result['failures'][0]}")
-        failed.report = result
-        raise failed
-    return result
+def build_index(shards: list[Path], tied: bool) -> dict[str, Any]:
+    """The index of the shards as they were written. A head that repeats the tied embeddings is no further parameter."""
+    tensors = {name: entry for shard in shards for name, entry in read_header(shard).items()}
+    counted = set(tensors) - ({HEAD} if tied and EMBEDDING in tensors else set())
+    return {
+        "metadata": {
+            "total_size": sum(entry.end - entry.start for entry in tensors.values()),
+            "total_parameters": sum(tensors[name].num_elements for name in counted),
+        },
+        "weight_map": {name: tensors[name].file.name for name in sorted(tensors)},
+    }
 
 
 def travelling_code() -> list[Path]:
@@ -205,10 +195,6 @@ def _require_apart(source: Path, output: Path) -> None:
     source, output = source.resolve(), output.resolve()
     if source == output or source in output.parents or output in source.parents:
         raise UserError(f"The output {output} and the source {source} overlap; choose a folder elsewhere.")
-
-
-def _num_elements(shape: tuple[int, ...]) -> int:
-    return 1 if not shape else int(shape[0]) * _num_elements(shape[1:])
 
 
 def _umask() -> int:

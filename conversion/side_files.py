@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from .sources import UNWANTED_SUFFIXES
+from transformer2.conversion.sources import UNWANTED_SUFFIXES
 
 REPLACED = {"config.json", "verification.json", "transformer2_conversion.json"}
 RENAMED = {"README.md": "BASE_README.md"}  # it describes another model; kept for its licence and credits

@@ -30,7 +30,7 @@ def resolve_source(source: str | Path, output: Path, revision: str | None = None
     """
     path = Path(source).expanduser()
     if path.is_file() and path.suffix == ".gguf":
-        from .gguf_files import dequantise
+        from transformer2.conversion.gguf_files import dequantise
 
         _refuse_revision(revision)
         folder, facts = dequantise(path, output)
@@ -80,7 +80,7 @@ def _download(repo_id: str, revision: str | None) -> Source:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # a full disk, for example
         raise UserError(
-            f"There is no folder {repo_id!r}, and a model of that name is neither in the cache nor can the Hub be reached; "
+            f"There is no folder {repo_id!r}, no model of that name in the cache, and the Hub cannot be reached; "
             "go online, or give a folder."
         ) from None
     return Source(folder, repo_id, commit=folder.name)

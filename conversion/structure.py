@@ -2,28 +2,25 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from transformer2 import Transformer2Config
+from transformer2.conversion.checkpoints import DTYPES, INDEX_NAME, PROVENANCE, Checkpoint, file_sha256, read_json
+from transformer2.conversion.llama_sources import LlamaSource, some
+from transformer2.conversion.new_parameters import new_tensors
+from transformer2.conversion.publishing import JOURNAL
+from transformer2.conversion.target_config import build_config, config_json
 from transformer2.errors import UserError
-
-from .checkpoints import DTYPES, INDEX_NAME, Checkpoint, file_sha256, read_json
-from .llama_sources import LlamaSource, _some
-from .new_parameters import new_tensors
-from .publishing import JOURNAL
-from .retrofit import PROVENANCE
-from .target_config import build_config, config_json
 
 ALLOWED = {PROVENANCE, "verification.json", "README.md", JOURNAL}  # beyond the files that the conversion lists
 
 
-def check_structure(source: LlamaSource, output: Checkpoint) -> dict[str, list[str]]:
+def check_structure(source: LlamaSource, output: Checkpoint, config: Transformer2Config) -> dict[str, list[str]]:
     """L0: check name -> what is wrong (empty: nothing). Reads headers only."""
     return {
         "base tensors": _base_tensors(source, output),
-        "new tensors": _new_tensors(source, output),
+        "new tensors": _new_tensors(source, output, config),
         "index": _index(output),
-        "config": _config(source, output),
+        "config": _config(source, output, config),
         "files": _files(output),
     }
 
@@ -57,8 +54,8 @@ def _base_tensors(source: LlamaSource, output: Checkpoint) -> list[str]:
     return wrong
 
 
-def _new_tensors(source: LlamaSource, output: Checkpoint) -> list[str]:
-    expected = new_tensors(Transformer2Config.from_pretrained(output.folder), source)
+def _new_tensors(source: LlamaSource, output: Checkpoint, config: Transformer2Config) -> list[str]:
+    expected = new_tensors(config, source)
     found = {name: entry for name, entry in output.tensors.items() if name not in source.checkpoint.tensors}
     wrong = [f"{name} is missing" for name in expected if name not in found]
     wrong += [f"{name} is not implied by the config" for name in found if name not in expected]
@@ -77,9 +74,8 @@ def _index(output: Checkpoint) -> list[str]:
     return [] if metadata.get("total_size") == total else [f"total_size is {metadata.get('total_size')}, not {total}"]
 
 
-def _config(source: LlamaSource, output: Checkpoint) -> list[str]:
+def _config(source: LlamaSource, output: Checkpoint, loaded: Transformer2Config) -> list[str]:
     stored = read_json(output.folder / "config.json")
-    loaded = Transformer2Config.from_pretrained(output.folder)
     again = json.loads(json.dumps(config_json(loaded)))
     derived = json.loads(json.dumps(config_json(build_config(source, loaded.residual, loaded.local_mixer))))
     wrong = []
@@ -87,7 +83,7 @@ def _config(source: LlamaSource, output: Checkpoint) -> list[str]:
         fields = sorted(name for name in {*stored, *other} if stored.get(name) != other.get(name))
         fields = [name for name in fields if name != "transformers_version"]
         if fields:
-            wrong.append(f"{_some(fields)} {reason}")
+            wrong.append(f"{some(fields)} {reason}")
     return wrong
 
 
@@ -108,9 +104,4 @@ def _files(output: Checkpoint) -> list[str]:
 
 def summary(wrong: list[str]) -> str:
     """The first few complaints."""
-    return "ok" if not wrong else _some([str(item) for item in wrong])
-
-
-def describe_base(source: LlamaSource) -> dict[str, Any]:
-    """Figures for the report."""
-    return {"tensors": len(source.checkpoint.tensors), "bytes": source.checkpoint.num_bytes}
+    return "ok" if not wrong else some([str(item) for item in wrong])

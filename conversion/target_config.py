@@ -4,11 +4,10 @@ import copy
 from typing import Any
 
 from transformer2 import Transformer2Config
+from transformer2.conversion.llama_sources import LlamaSource, one_line
 from transformer2.errors import UserError
 from transformer2.modeling_transformer2 import AUTO_MAP
 from transformer2.variants import AXES, options_of
-
-from .llama_sources import LlamaSource
 
 OWN_FIELDS = ("model_type", "architectures", "auto_map", "transformers_version", "dtype", "residual", "local_mixer")
 
@@ -38,7 +37,7 @@ def build_config(
             local_mixer=identity_choice("local_mixer", local_mixer),
         )
     except (ValueError, TypeError, StrictDataclassError) as error:
-        raise UserError(" ".join(str(error).split())) from None
+        raise UserError(one_line(error)) from None
     config.dtype = dtype
     config.architectures = ["Transformer2ForCausalLM"]
     config.auto_map = {
@@ -49,7 +48,7 @@ def build_config(
 
 
 def config_json(config: Transformer2Config) -> dict[str, Any]:
-    """What config.json holds: all declared fields, so that no change of a default changes the model, and what was set."""
+    """What config.json holds: all declared fields, so that no later default changes the model, and what was set."""
     full, changed = config.to_dict(), config.to_diff_dict()
     declared = {name: full[name] for name in Transformer2Config.__annotations__ if name in full}
     merged = {**changed, **declared}

@@ -15,18 +15,18 @@ import torch
 import transformers
 
 import transformer2
+from transformer2 import Transformer2Config
+from transformer2.conversion.checkpoints import Checkpoint, open_checkpoint, read_json
+from transformer2.conversion.files import plain_disk_errors, write_json
+from transformer2.conversion.liveness import check_liveness
+from transformer2.conversion.llama_sources import LlamaSource, check_llama
+from transformer2.conversion.logits import check_fresh_process, check_logits
+from transformer2.conversion.sources import resolve_source
+from transformer2.conversion.structure import check_bytes, check_structure, summary
 from transformer2.errors import UserError
 
-from .checkpoints import Checkpoint, open_checkpoint, read_json
-from .files import plain_disk_errors, write_json
-from .liveness import check_liveness
-from .llama_sources import LlamaSource, check_llama
-from .logits import check_fresh_process, check_logits
-from .retrofit import LEVELS
-from .sources import resolve_source
-from .structure import check_bytes, check_structure, summary
-
 RESULT = "verification.json"
+LEVELS = ("L0", "L1", "L2", "L3")
 
 
 def verify(
@@ -41,8 +41,8 @@ def verify(
     """Check the converted folder `output` against its source (a folder or Hub name) up to `level`.
 
     Returns the result, whose "passed" says whether everything held; it is written to `verification.json` in `output`
-    as well. `fresh_process=False` leaves out the part of L2 that starts a process without the package. Raises UserError
-    if one of the two cannot be read at all.
+    as well. `fresh_process=False` leaves out the part of L2 that starts a process without the package. Raises
+    UserError if one of the two cannot be read at all.
     """
     if level not in LEVELS:
         raise UserError(f"Unknown verification level {level!r}; choose one of: {', '.join(LEVELS)}.")
@@ -51,7 +51,7 @@ def verify(
         raise UserError(f"There is no folder {output}.")
     if str(source).endswith(".gguf"):
         raise UserError(
-            f"Give the dequantised folder that the conversion reported instead of {Path(source).name}: that is the source."
+            f"Give the dequantised folder that the conversion reported, not {Path(source).name}: that is the source."
         )
     folder = resolve_source(source, output, revision).folder
     with plain_disk_errors(output):
@@ -82,7 +82,8 @@ def run_checks(
     converted = _open(output, record)
     if converted is not None:
         wanted = LEVELS.index(level)
-        for name, wrong in check_structure(source, converted).items():
+        loaded = _load_config(output, record)
+        for name, wrong in ({} if loaded is None else check_structure(source, converted, loaded)).items():
             record("L0", name, not wrong, summary(wrong))
         sound = all(check["passed"] for check in checks if check["name"] in ("base tensors", "new tensors", "config"))
         if wanted >= 1:
@@ -116,6 +117,14 @@ def _open(output: Path, record: Callable[..., None]) -> Checkpoint | None:
         return open_checkpoint(output)
     except UserError as error:
         record("L0", "shards", False, str(error).replace(f"{output}/", ""))
+        return None
+
+
+def _load_config(output: Path, record: Callable[..., None]) -> Transformer2Config | None:
+    try:
+        return Transformer2Config.from_pretrained(output)
+    except Exception as error:  # an edited file may hold anything
+        record("L0", "config", False, f"config.json does not load: {' '.join(str(error).split())}")
         return None
 
 
