@@ -90,6 +90,13 @@ def write_json(file: Path, value: Any) -> None:
         os.fsync(writer.fileno())
 
 
+def readable_as_usual(file: Path) -> None:
+    """The permissions of a newly made file: safetensors makes its own readable for the owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    os.chmod(file, 0o666 & ~mask)
+
+
 def flush(path: Path) -> None:
     """fsync a file or a folder."""
     descriptor = os.open(path, os.O_RDONLY)

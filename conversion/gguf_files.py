@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from transformer2.conversion.checkpoints import file_sha256, read_json
-from transformer2.conversion.files import plain_disk_errors, require_space, write_json
+from transformer2.conversion.files import plain_disk_errors, readable_as_usual, require_space, write_json
 from transformer2.conversion.publishing import partial_folder, publish
 from transformer2.errors import MachineError, UserError
 
@@ -75,6 +75,8 @@ def _write(gguf_file: Path, metadata: dict[str, Any], folder: Path) -> None:
         delattr(model.config, name)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    for name in ("tokenizer_config.json",):  # traces of this machine
-        settings = read_json(folder / name)
-        write_json(folder / name, {k: v for k, v in settings.items() if k not in ("is_local", "local_files_only")})
+    settings = read_json(folder / "tokenizer_config.json")
+    traces = ("is_local", "local_files_only")  # how this machine loaded it
+    write_json(folder / "tokenizer_config.json", {k: v for k, v in settings.items() if k not in traces})
+    for file in folder.glob("*.safetensors"):
+        readable_as_usual(file)

@@ -14,7 +14,15 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 import transformer2
 from transformer2.conversion.checkpoints import INDEX_NAME, PROVENANCE, open_checkpoint, read_header, read_json
-from transformer2.conversion.files import choose_method, copy, place, plain_disk_errors, require_space, write_json
+from transformer2.conversion.files import (
+    choose_method,
+    copy,
+    place,
+    plain_disk_errors,
+    readable_as_usual,
+    require_space,
+    write_json,
+)
 from transformer2.conversion.llama_sources import EMBEDDING, HEAD, LlamaSource, check_llama
 from transformer2.conversion.new_parameters import initialise, new_tensors
 from transformer2.conversion.publishing import PartialFolder, partial_folder, publish, require_free_name
@@ -159,11 +167,11 @@ def _write_new(target: Path, config: Any, llama: LlamaSource, seed: int) -> None
     from safetensors.torch import save_file
 
     save_file(initialise(config, llama, seed), target, metadata={"format": "pt"})
-    os.chmod(target, 0o666 & ~_umask())  # safetensors creates it for the owner alone
+    readable_as_usual(target)
 
 
 def build_index(shards: list[Path], tied: bool) -> dict[str, Any]:
-    """The index of the shards as they were written. A head that repeats the tied embeddings is no further parameter."""
+    """The index of the shards as written. A head that repeats the tied embeddings is no further parameter."""
     tensors = {name: entry for shard in shards for name, entry in read_header(shard).items()}
     counted = set(tensors) - ({HEAD} if tied and EMBEDDING in tensors else set())
     return {
@@ -195,9 +203,3 @@ def _require_apart(source: Path, output: Path) -> None:
     source, output = source.resolve(), output.resolve()
     if source == output or source in output.parents or output in source.parents:
         raise UserError(f"The output {output} and the source {source} overlap; choose a folder elsewhere.")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
