@@ -76,10 +76,6 @@ def test_every_kind_of_llama(tmp_path, case):
     )
 
 
-def llama_names():
-    return {name for name, _ in tiny_llama(attention_bias=True, mlp_bias=True).named_parameters()}
-
-
 @pytest.mark.parametrize(
     ("residual", "local_mixer"),
     [
