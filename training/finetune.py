@@ -11,6 +11,7 @@ processes: how a step is cut up changes nothing.
 import contextlib
 import dataclasses
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -62,7 +63,7 @@ def train(config: Settings | Mapping[str, Any] | str | Path) -> dict[str, Any]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     counts = parameters.count_parameters(model)
     if optimisation.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable_checkpointing(model)
     model.train()
 
     groups = parameters.parameter_groups(model, dataclasses.asdict(optimisation.lr), optimisation.weight_decay)
@@ -122,7 +123,16 @@ def train(config: Settings | Mapping[str, Any] | str | Path) -> dict[str, Any]:
 
 
 def start(optimisation: OptimisationSettings) -> tuple[Accelerator, str]:
-    """The processes of this run, seeded, and the precision that they compute in ("bf16" or "fp32")."""
+    """The processes of this run, seeded, and the precision that they compute in ("bf16" or "fp32").
+
+    Raises UserError where the processes cannot share the work evenly, or the launcher left some out.
+    """
+    if "MASTER_ADDR" in os.environ and "ACCELERATE_USE_CPU" in os.environ and "RANK" not in os.environ:
+        if not any(name in os.environ for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")):
+            raise UserError(
+                "On a CPU, `accelerate launch` starts only one of the processes asked for (it needs MPI): use `torchrun "
+                "--nproc_per_node N -m transformer2.training.finetune ...` instead."
+            )
     chosen = precision.choose(optimisation.precision)
     AcceleratorState._reset_state()  # an earlier run of this Python process may have had another precision
     accelerator = Accelerator(
@@ -163,6 +173,14 @@ def check_vocabulary(model, rows: Rows) -> None:
             f"The tokenizer made token {largest}, but the model knows only {model.config.vocab_size}: they do not "
             "belong together."
         )
+
+
+def enable_checkpointing(model) -> None:
+    """Recompute layers in the backward pass; the reentrant kind would lose the gradient behind frozen embeddings."""
+    if hasattr(model, "activation_checkpointing_enable"):  # the older name goes in transformers 6
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def learning_rate_factor(optimisation: OptimisationSettings):

@@ -79,8 +79,8 @@ class PackedText:
 
     def cut(self, at: int) -> tuple["PackedText", "PackedText"]:
         """The tokens before and after position `at`; a document across it becomes two."""
-        inside = self.starts[(self.starts > 0) & (self.starts != at)]
-        ends = np.unique(np.concatenate((inside, [at, len(self)]))).clip(max=len(self))
+        at = min(at, len(self))
+        ends = np.unique(np.concatenate((self.starts[self.starts > 0], [at, len(self)])))
         before, after = ends[ends <= at], ends[ends > at]
         lengths = np.diff(before, prepend=0).tolist(), np.diff(after, prepend=at).tolist()
         return (

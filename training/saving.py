@@ -53,7 +53,7 @@ def check_output(output: Path, source: Path, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def published(output: Path) -> Iterator[Path]:
-    """A new folder next to `output`, renamed to it on success, where it replaces an older one, and removed on failure."""
+    """A new folder next to `output`, renamed to it on success (replacing an older one), removed on failure."""
     output.parent.mkdir(parents=True, exist_ok=True)
     unfinished = output.parent / f".{output.name}.unfinished-{os.getpid()}"
     replaced = output.parent / f".{output.name}.replaced-{os.getpid()}"
