@@ -113,10 +113,8 @@ def test_the_result_loads_with_transformers_alone_and_gives_the_same_logits(tmp_
     model = checkpoint(tmp_path / "model", IDENTITY_DDL, IDENTITY_SHORT_SWA)
     (model / "generation_config.json").write_text('{"eos_token_id": [1, 2], "max_length": 77}')
     train(run_settings(model, tmp_path / "out", text))
-    assert (tmp_path / "out" / "generation_config.json").read_bytes() == (
-        model / "generation_config.json"
-    ).read_bytes()
-    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (model / name).read_bytes()
     ids = torch.tensor([word_tokenizer()(words(20))["input_ids"]])
     with torch.no_grad():
         here = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(ids).logits
@@ -127,7 +125,7 @@ import json, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 folder = {str(tmp_path / "out")!r}
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-ids = AutoTokenizer.from_pretrained(folder)({words(20)!r}, return_tensors="pt")["input_ids"]
+ids = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)({words(20)!r}, return_tensors="pt")["input_ids"]
 with torch.no_grad():
     print(json.dumps([str(model.dtype), model(ids).logits.float().tolist()]))
 """

@@ -127,12 +127,13 @@ def start(optimisation: OptimisationSettings) -> tuple[Accelerator, str]:
 
     Raises UserError where the processes cannot share the work evenly, or the launcher left some out.
     """
-    if "MASTER_ADDR" in os.environ and "ACCELERATE_USE_CPU" in os.environ and "RANK" not in os.environ:
-        if not any(name in os.environ for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")):
-            raise UserError(
-                "On a CPU, `accelerate launch` starts only one of the processes asked for (it needs MPI): use `torchrun "
-                "--nproc_per_node N -m transformer2.training.finetune ...` instead."
-            )
+    ranks = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+    several = "MASTER_ADDR" in os.environ and "ACCELERATE_USE_CPU" in os.environ
+    if several and not any(rank in os.environ for rank in ranks):
+        raise UserError(
+            "On a CPU, `accelerate launch` starts only one of the processes asked for (it needs MPI for more): use "
+            "`torchrun --nproc_per_node N -m transformer2.training.finetune ...` instead."
+        )
     chosen = precision.choose(optimisation.precision)
     AcceleratorState._reset_state()  # an earlier run of this Python process may have had another precision
     accelerator = Accelerator(

@@ -1,0 +1,76 @@
+"""`transformer2 generate`."""
+
+import io
+
+import pytest
+import torch
+from test_training_tools import IDENTITY_DDL, IDENTITY_SHORT_SWA, checkpoint, command, word_tokenizer, words
+from transformers import AutoModelForCausalLM
+
+from transformer2.errors import UserError
+from transformer2.training import generate
+
+
+@pytest.fixture
+def model(tmp_path):
+    return checkpoint(tmp_path / "model", IDENTITY_DDL, IDENTITY_SHORT_SWA, dtype=torch.float32, noise=0.3)
+
+
+class Recorder(io.StringIO):
+    """Remembers what was written when."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = []
+
+    def write(self, text: str) -> int:
+        self.parts.append(text)
+        return super().write(text)
+
+
+def test_tokens_are_streamed_one_by_one_and_are_those_of_generate(model):
+    prompt, tokenizer, out = words(6), word_tokenizer(), Recorder()
+    text = generate(model, prompt, file=out, max_new_tokens=8)
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    network = AutoModelForCausalLM.from_pretrained(model)
+    expected = network.generate(ids, max_new_tokens=8, do_sample=False)[0, 6:]
+    assert text == tokenizer.decode(expected, skip_special_tokens=True)
+    assert out.getvalue().strip() == text
+    assert len([part for part in out.parts if part.strip()]) > 4
+    assert prompt not in out.getvalue()
+
+
+def test_sampling_follows_its_seed(model):
+    draw = [generate(model, words(6), max_new_tokens=12, temperature=2.0, seed=seed) for seed in (1, 1, 2)]
+    assert draw[0] == draw[1] != draw[2]
+    greedy = generate(model, words(6), max_new_tokens=12)
+    assert generate(model, words(6), max_new_tokens=12, temperature=2.0, top_p=1e-6, seed=1) == greedy
+
+
+def test_chat_uses_the_format_of_the_checkpoint(model):
+    with pytest.raises(UserError, match="no chat format"):
+        generate(model, "w3", chat=True)
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}w10 {{ m.content }} w11{% endfor %}{% if add_generation_prompt %} w12{% endif %}"
+    )
+    tokenizer.save_pretrained(model)
+    assert generate(model, "w3 w4", chat=True, max_new_tokens=5) == generate(
+        model, "w10 w3 w4 w11 w12", max_new_tokens=5
+    )
+
+
+def test_the_command_writes_the_text_alone_to_standard_output(model, monkeypatch, capsys):
+    code, out, error = command(monkeypatch, capsys, "generate", model, words(6), "--max-new-tokens", 8)
+    assert code == 0, error
+    assert out.strip() == generate(model, words(6), max_new_tokens=8)
+    for arguments, message in (
+        (["--max-new-tokens", 0], "must be at least 1"),
+        (["--temperature", 0], "temperature must be greater than 0"),
+        (["--dtype", "float8"], "Unknown dtype"),
+        (["--chat"], "no chat format"),
+    ):
+        code, out, error = command(monkeypatch, capsys, "generate", model, words(6), *arguments)
+        assert (code, out) == (2, "")
+        assert message in error
+    assert command(monkeypatch, capsys, "generate", model, "")[0] == 2
