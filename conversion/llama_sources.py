@@ -44,7 +44,7 @@ def _check_family(config: dict[str, Any]) -> None:
         raise UserError(f"Only LlamaForCausalLM can be converted so far, and config.json says {architectures[0]}.")
     if config.get("quantization_config") or config.get("compression_config"):
         raise UserError("The source is quantised; convert the original half-precision checkpoint instead.")
-    if "AutoModelForCausalLM" in (config.get("auto_map") or {}):
+    if any(name.startswith("AutoModel") for name in config.get("auto_map") or {}):
         raise UserError(
             "The source brings model code of its own (auto_map in config.json), which a conversion would lose; remove "
             "auto_map if the stock Llama code runs it correctly."

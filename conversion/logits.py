@@ -1,10 +1,12 @@
 """L2: the converted model computes what stock Llama computes, bit for bit, in float32 and in the stored type."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +69,7 @@ def check_fresh_process(source: LlamaSource, output: Path) -> dict[str, Any]:
         )
     lines = run.stdout.strip().splitlines()
     if run.returncode != 0 or not lines:
-        error = (run.stderr.strip().splitlines() or ["no message"])[-1]
+        error = (run.stderr.strip().splitlines() or ["no message"])[-1].replace(str(output), output.name)
         return {"bit_equal": False, "problems": [f"loading without the package failed: {error}"]}
     return json.loads(lines[-1])
 
@@ -88,19 +90,17 @@ def load_converted(output: Path, dtype: torch.dtype) -> tuple[nn.Module, list[st
     return model.eval(), problems
 
 
-class quiet_library:  # noqa: N801 (used like a function)
+@contextlib.contextmanager
+def quiet_library() -> Iterator[None]:
     """No progress bars and load reports of transformers meanwhile: loading is a detail of a check here."""
+    from transformers.utils import logging
 
-    def __enter__(self) -> None:
-        from transformers.utils import logging
-
-        self.verbosity, self.bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-
-    def __exit__(self, *error: Any) -> None:
-        from transformers.utils import logging
-
-        logging.set_verbosity(self.verbosity)
-        if self.bars:
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
             logging.enable_progress_bar()

@@ -7,12 +7,14 @@ from torch import Tensor, nn
 
 from transformer2.compat import CACHE_FIELD
 
-NAMES = ("short", "long", "left_padded", "cached")
 LONG = 1024
 
 
 def probe_inputs(config: Any) -> dict[str, dict[str, Tensor]]:
-    """Token ids [B, T] per probe, and for the padded one the mask [B, T]; no longer than the model's positions."""
+    """Token ids [B, T] per probe, with mask or positions [B, T] where needed; no longer than the model's positions.
+
+    "packed" is a row of two documents, whose positions start again.
+    """
     generator = torch.Generator().manual_seed(0)
     limit = config.max_position_embeddings
 
@@ -25,10 +27,13 @@ def probe_inputs(config: Any) -> dict[str, dict[str, Tensor]]:
     mask = torch.ones_like(padded)
     for row, padding in enumerate((0, 5, 11)):
         mask[row, : min(padding, padded.shape[1] - 1)] = 0
+    packed = random_ids(1, 24)
+    positions = torch.cat([torch.arange(packed.shape[1] // 2), torch.arange(-(-packed.shape[1] // 2))])
     return {
         "short": {"input_ids": short},
         "long": {"input_ids": long},
         "left_padded": {"input_ids": padded, "attention_mask": mask},
+        "packed": {"input_ids": packed, "position_ids": positions.unsqueeze(0)},
         "cached": {"input_ids": cached},
     }
 
