@@ -9,6 +9,7 @@ from helpers import CASES, LOCAL_MIXERS, RESIDUALS, SIZE, case, is_new, tokens
 from transformers import DynamicCache, StaticCache
 
 from transformer2 import Transformer2ForCausalLM, Transformer2Model
+from transformer2.compat import CACHE_FIELD
 from transformer2.depth import Residual
 from transformer2.variants import RESIDUALS as RESIDUAL_CLASSES
 
@@ -39,7 +40,8 @@ def test_gradient_checkpointing_changes_no_gradient(residual, mixer):
     for options in (None, {"use_reentrant": False}, {"use_reentrant": True}):
         model = case(residual, mixer).double().train()
         if options is not None:
-            model.activation_checkpointing_enable(options)
+            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+            enable(options)
         model(tokens(), labels=tokens(), use_cache=False).loss.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for other in gradients[1:]:
@@ -253,7 +255,7 @@ def test_a_copy_is_independent(residual, mixer):
 def test_cache_slots_are_counted_right(residual, mixer):
     """The configuration promises exactly the states that a forward pass fills."""
     model = case(residual, mixer)
-    cache = model(tokens(), use_cache=True).cache
+    cache = model(tokens(), use_cache=True)[CACHE_FIELD]
     filled = [sum(getattr(layer, "is_conv_states_initialized", {}).values()) for layer in cache.layers]
     types = ["hybrid" if count else "full_attention" for count in filled]
     assert model.config.layer_types == types

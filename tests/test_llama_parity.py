@@ -12,6 +12,7 @@ from transformers import (
 
 import transformer2
 from transformer2 import Transformer2Config, Transformer2ForCausalLM
+from transformer2.compat import CACHE_FIELD
 
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 5000.0},
@@ -75,8 +76,8 @@ def assert_same_function(llama, model, position=300):
         assert torch.equal(theirs[mask.bool()], ours[mask.bool()])
         theirs, ours = llama(x[:, :9], use_cache=True), model(x[:, :9], use_cache=True)
         for step in range(9, 14):
-            theirs = llama(x[:, step : step + 1], cache=theirs.cache, use_cache=True)
-            ours = model(x[:, step : step + 1], cache=ours.cache, use_cache=True)
+            theirs = llama(x[:, step : step + 1], **{CACHE_FIELD: theirs[CACHE_FIELD]}, use_cache=True)
+            ours = model(x[:, step : step + 1], cache=ours[CACHE_FIELD], use_cache=True)
             assert torch.equal(theirs.logits, ours.logits)
 
 
