@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,7 +39,8 @@ def train(
 
         report = run(settings)
     except UserError as error:
-        if not main_process:  # every process fails alike: one of them says why
+        if not main_process:  # every process fails alike: one of them says why,
+            time.sleep(5)  # and has the time to, because launchers end all when one has ended
             raise SystemExit(error.exit_code) from None
         raise
     finally:

@@ -1,9 +1,11 @@
 """Which parameters are new, trained and decayed; precision and schedule."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from helpers import tiny_llama, tiny_model
 from transformers import LlamaForCausalLM
 
@@ -91,8 +93,6 @@ def test_settings_read_back_and_overrides_win():
     assert settings.optimisation.lr.pretrained == 2e-5
     assert settings.optimisation.clip is None
     assert settings.data.train == ["a.txt", "b.txt"]
-    import yaml
-
     assert load_settings(yaml.safe_load(to_yaml(settings))) == settings
 
 
@@ -122,3 +122,10 @@ def test_settings_that_make_no_sense_are_refused(override, message):
         load_settings({"model": "m", "output": "o", "data": {"train": "t.txt"}}, [override])
     assert message in str(error.value)
     assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize("name", ["new_parameters", "all_parameters"])
+def test_the_example_configurations_are_complete(name):
+    settings = load_settings(Path(__file__).parent.parent / "configs" / "train" / f"{name}.yaml")
+    assert settings.optimisation.train == name.split("_")[0]
+    assert settings.optimisation.lr.new == 2e-3
