@@ -97,7 +97,8 @@ def train(config: Settings | Mapping[str, Any] | str | Path) -> dict[str, Any]:
             every = settings.evaluation.every or optimisation.steps
             if held_out is not None and (step == optimisation.steps or step % every == 0):
                 evaluations.append({"step": step, **evaluate_held_out(accelerator, model, held_out, settings)})
-                bar.write(f"step {step}: held-out perplexity {evaluations[-1]['perplexity']:.3f}", file=sys.stderr)
+                if accelerator.is_main_process:
+                    bar.write(f"step {step}: held-out perplexity {evaluations[-1]['perplexity']:.3f}", file=sys.stderr)
 
     report = {
         "settings": shareable(settings),
