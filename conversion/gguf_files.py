@@ -7,6 +7,7 @@ import torch
 
 from transformer2.conversion.checkpoints import file_sha256, read_json
 from transformer2.conversion.files import plain_disk_errors, readable_as_usual, require_space, write_json
+from transformer2.conversion.llama_sources import one_line
 from transformer2.conversion.publishing import partial_folder, publish
 from transformer2.errors import MachineError, UserError
 
@@ -58,8 +59,13 @@ def _write(gguf_file: Path, metadata: dict[str, Any], folder: Path) -> None:
     config_class = getattr(transformers, "GgufConfig", None)
     unpack = {} if config_class is None else {"quantization_config": config_class(dequantize=True)}
     where = {"pretrained_model_name_or_path": str(gguf_file.parent), "gguf_file": gguf_file.name}
-    model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16, **unpack)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16, **unpack)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+    except OSError:  # a full disk is reported elsewhere
+        raise
+    except Exception as error:  # the tokenizers library raises nothing more specific
+        raise UserError(f"transformers cannot read {gguf_file.name}: {one_line(error)}") from None
     if template := metadata.get("tokenizer.chat_template"):
         tokenizer.chat_template = template
     ids = {

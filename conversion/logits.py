@@ -58,7 +58,7 @@ def check_fresh_process(source: LlamaSource, output: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="transformer2-verify-") as folder:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, Path(folder) / "probes.safetensors")
         environment = {**os.environ, "HF_MODULES_CACHE": str(Path(folder) / "modules"), "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, "-c", script, str(output), str(Path(folder) / "probes.safetensors")]
+        command = [sys.executable, "-c", script, str(output.absolute()), str(Path(folder) / "probes.safetensors")]
         run = subprocess.run(
             [*command, str(torch.get_num_threads())],
             cwd=folder,
@@ -69,7 +69,7 @@ def check_fresh_process(source: LlamaSource, output: Path) -> dict[str, Any]:
         )
     lines = run.stdout.strip().splitlines()
     if run.returncode != 0 or not lines:
-        error = (run.stderr.strip().splitlines() or ["no message"])[-1].replace(str(output), output.name)
+        error = (run.stderr.strip().splitlines() or ["no message"])[-1].replace(str(output.absolute()), output.name)
         return {"bit_equal": False, "problems": [f"loading without the package failed: {error}"]}
     return json.loads(lines[-1])
 

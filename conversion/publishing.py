@@ -97,6 +97,15 @@ def publish(partial: PartialFolder, output: Path) -> None:
         shutil.rmtree(aside)
 
 
+def settle_interrupted_swap(output: Path) -> None:
+    """Undo, or finish, a `publish` that was killed between its renames, so that no old output is lost or left over."""
+    for aside in sorted(output.parent.glob(f".{output.name}.replaced-*")):
+        if output.exists():
+            shutil.rmtree(aside)
+        else:
+            os.rename(aside, output)
+
+
 def require_free_name(output: Path, overwrite: bool) -> None:
     """Raise UserError if `output` exists and may not be replaced."""
     if output.exists() and not output.is_dir():

@@ -25,7 +25,13 @@ from transformer2.conversion.files import (
 )
 from transformer2.conversion.llama_sources import EMBEDDING, HEAD, LlamaSource, check_llama
 from transformer2.conversion.new_parameters import initialise, new_tensors
-from transformer2.conversion.publishing import PartialFolder, partial_folder, publish, require_free_name
+from transformer2.conversion.publishing import (
+    PartialFolder,
+    partial_folder,
+    publish,
+    require_free_name,
+    settle_interrupted_swap,
+)
 from transformer2.conversion.side_files import side_files
 from transformer2.conversion.sources import Source, resolve_source
 from transformer2.conversion.target_config import build_config, config_json, departs_from_identity
@@ -61,8 +67,9 @@ def convert(
         raise UserError(f"Unknown verification level {verify!r}; choose one of: {', '.join(LEVELS)}.")
     say = progress or (lambda message: None)
     output = Path(os.path.abspath(Path(output).expanduser()))
-    require_free_name(output, overwrite)
     with plain_disk_errors(output.parent):
+        settle_interrupted_swap(output)
+        require_free_name(output, overwrite)
         output.parent.mkdir(parents=True, exist_ok=True)
         say("Reading the source")
         origin = resolve_source(source, output, revision)

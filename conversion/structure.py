@@ -33,7 +33,7 @@ def check_bytes(source: LlamaSource, output: Checkpoint) -> dict[str, list[str]]
         if name in output.tensors and output.tensors[name].sha256() != entry.sha256()
     ]
     carried = []
-    for name, entry in read_json(output.folder / PROVENANCE).get("files", {}).items():
+    for name, entry in (_planned_files(output) or {}).items():
         if name.endswith(".safetensors") or "from" not in entry:
             continue
         original, file = source.checkpoint.folder / entry["from"], output.folder / name
@@ -88,10 +88,9 @@ def _config(source: LlamaSource, output: Checkpoint, loaded: Transformer2Config)
 
 
 def _files(output: Checkpoint) -> list[str]:
-    try:
-        planned = read_json(output.folder / PROVENANCE).get("files", {})
-    except UserError:
-        return [f"{PROVENANCE} is missing, so the files cannot be checked"]
+    planned = _planned_files(output)
+    if planned is None:
+        return [f"{PROVENANCE} is missing or broken, so the files cannot be checked"]
     found = {file.relative_to(output.folder).as_posix() for file in output.folder.rglob("*") if file.is_file()}
     found = {name for name in found if "__pycache__" not in name}
     wrong = [f"{name} is missing" for name in planned if name not in found]
@@ -100,6 +99,15 @@ def _files(output: Checkpoint) -> list[str]:
         if name in found and (size := Path(output.folder / name).stat().st_size) != entry["size"]:
             wrong.append(f"{name} has {size:,} bytes instead of {entry['size']:,}")
     return wrong
+
+
+def _planned_files(output: Checkpoint) -> dict[str, dict] | None:
+    """What the conversion said that it wrote: name -> size, hash and origin."""
+    try:
+        files = read_json(output.folder / PROVENANCE).get("files")
+    except UserError:
+        return None
+    return files if isinstance(files, dict) else None
 
 
 def summary(wrong: list[str]) -> str:

@@ -51,6 +51,18 @@ def test_failed_overwrite_leaves_the_old_output(llama_folder, tmp_path, monkeypa
     assert beside(output) == ["llama", "out"]
 
 
+def test_swap_that_was_killed_in_the_middle(llama_folder, tmp_path):
+    output, aside = tmp_path / "out", tmp_path / ".out.replaced-0123abcd"
+    convert(llama_folder, aside, **DDL)
+    with pytest.raises(UserError, match="already exists"):
+        convert(llama_folder, output, residual="short_swa", verify="L0")
+    assert json.loads((output / "config.json").read_text())["residual"]["type"] == "ddl"
+    shutil.copytree(output, aside)  # and now one that was killed while it deleted the old output
+    convert(llama_folder, output, residual="short_swa", verify="L0", overwrite=True)
+    assert json.loads((output / "config.json").read_text())["residual"]["type"] == "short_swa"
+    assert beside(output) == ["llama", "out"]
+
+
 def test_output_and_source_may_not_overlap(llama_folder, tmp_path):
     for output in (llama_folder, llama_folder / "inside", tmp_path):
         with pytest.raises(UserError, match="overlap"):

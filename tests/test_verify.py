@@ -59,8 +59,9 @@ def levels(found):
     return sorted({failure.split()[0] for failure in found})
 
 
-def test_sound_conversion_passes(source, output):
-    result = verify(source, output)
+def test_sound_conversion_passes(source, output, monkeypatch):
+    monkeypatch.chdir(output.parent)
+    result = verify(source, "out")
     assert result["passed"]
     assert result["level"] == "L3"
     assert [check["level"] for check in result["checks"]] == ["L0"] * 5 + ["L1"] * 2 + ["L2"] * 7 + ["L3"] * 2
@@ -123,6 +124,12 @@ def test_lost_and_added_files(source, output):
     (output / "README.md").write_text("a model card may be added")
     (failure,) = failures(source, output, "L1")
     assert failure == "L0 files: layers.py is missing, stray.bin is not part of the conversion"
+
+
+def test_lost_provenance(source, output):
+    (output / "transformer2_conversion.json").unlink()
+    (failure,) = failures(source, output, "L1")
+    assert failure == "L0 files: transformer2_conversion.json is missing or broken, so the files cannot be checked"
 
 
 def test_truncated_shard(source, output):
