@@ -34,6 +34,17 @@ class _Repaired:
             self.keys, self.values = self.keys[indices, ...], self.values[indices, ...]
         self._apply(lambda state: state[indices, ...])
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens (as a count, negative or not), of which `activate_past_recording` kept the past."""
+        if not self.record_past:
+            raise RuntimeError("Call `activate_past_recording` before the tokens that `crop` is to remove.")
+        self.attention.crop(self, tokens_to_remove)
+        for slot, filled in self.is_conv_states_initialized.items():
+            if filled:
+                kept = self.conv_states[slot].shape[-1] - abs(tokens_to_remove)
+                start = max(kept - self.conv_kernel_size[slot], 0)
+                self.conv_states[slot] = self.conv_states[slot][..., start:kept]
+
     def offload(self) -> None:
         self.attention.offload(self)  # not the states: operators after attention still need them
 
@@ -48,10 +59,6 @@ class DynamicHybridLayer(_Repaired, library.LinearAttentionAndFullAttentionLayer
 class StaticHybridLayer(_Repaired, library.LinearAttentionAndStaticFullAttentionLayer):
     attention = library.StaticLayer
     supports_early_init = True
-
-    def crop(self, tokens_to_remove: int) -> None:
-        library.LinearAttentionLayer.crop(self, tokens_to_remove)
-        library.StaticLayer.crop(self, tokens_to_remove)
 
     def get_max_length(self) -> int:
         return self.max_cache_len

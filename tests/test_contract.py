@@ -9,6 +9,7 @@ from helpers import CASES, LOCAL_MIXERS, RESIDUALS, SIZE, case, is_new, tokens
 from transformers import DynamicCache, StaticCache
 
 from transformer2 import Transformer2ForCausalLM, Transformer2Model
+from transformer2.caches import repair
 from transformer2.compat import CACHE_FIELD
 from transformer2.depth import Residual
 from transformer2.variants import RESIDUALS as RESIDUAL_CLASSES
@@ -299,7 +300,9 @@ def test_gates_stay_in_float32(auto_class, tmp_path):
             assert parameter.dtype == (torch.float32 if kept else dtype), name
 
 
-@pytest.mark.parametrize(("residual", "mixer"), [("standard", "swa"), ("ddl_tc_ec", "swa_chunk"), ("depth_swa", "none")])
+@pytest.mark.parametrize(
+    ("residual", "mixer"), [("standard", "swa"), ("ddl_tc_ec", "swa_chunk"), ("depth_swa", "none")]
+)
 @torch.no_grad()
 def test_static_decoding_compiles_once(residual, mixer):
     """Every decoding step runs the same graph."""
@@ -326,3 +329,27 @@ def test_static_decoding_compiles_once(residual, mixer):
         ).logits
         torch.testing.assert_close(logits[:, 0], full[:, position], atol=1e-5, rtol=1e-4)
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize(("residual", "mixer"), [("standard", "swa"), ("ddl_tc_ec", "swa_chunk"), ("ddl_tc", "none")])
+@torch.no_grad()
+def test_rolling_back(residual, mixer):
+    """A cache that records its past can be cropped, as assisted decoding does, and goes on exactly."""
+    model = case(residual, mixer).double()
+    x = tokens(2, 12)
+    full = model(x, use_cache=False).logits
+    for make in (lambda: DynamicCache(config=model.config), lambda: StaticCache(model.config, max_cache_len=24)):
+        cache = make()
+        repair(cache, model.config)
+        cache.activate_past_recording()
+        decode(model, x[:, :6], [5, 1], cache)
+        wrong = (x[:, 6:9] + 1) % 101
+        model(wrong, cache=cache, use_cache=True)
+        cache.crop(-3)
+        for position in range(6, 12):
+            logits = model(x[:, position : position + 1], cache=cache, use_cache=True).logits
+            torch.testing.assert_close(logits[:, 0], full[:, position], atol=1e-10, rtol=1e-10)
+    greedy = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(x[:1], use_cache=False, **greedy)
+    assert torch.equal(model.generate(x[:1], prompt_lookup_num_tokens=2, **greedy), expected)
+    assert torch.equal(model.generate(x[:1], assistant_model=case("standard", "none").double(), **greedy), expected)
