@@ -49,7 +49,8 @@ class DataSettings:
 class LearningRates:
     """Peak learning rates.
 
-    new: of residuals and local mixers. DDL wants 1e-3 to 3e-3; it diverged at 2e-2.
+    new: of residuals and local mixers. DDL wants 1e-3 to 3e-3 (it diverged at 2e-2), the larger matrices of ShortSWA about
+        3e-4 (they diverged at 2e-3).
     pretrained: of everything else, where `train` is "all".
     """
 
