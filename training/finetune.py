@@ -2,10 +2,10 @@
 
     transformer2 train CONFIG.yaml [section.key=value ...]
     accelerate launch -m transformer2.training.finetune CONFIG.yaml [section.key=value ...]
+    torchrun --nproc_per_node 2 -m transformer2.training.finetune CONFIG.yaml ...      (several processes on a CPU)
 
-The loss of an optimiser step is the sum over its target tokens divided by their number, once, over all micro-batches
-and
-processes: how a step is cut up changes nothing.
+The loss of an optimiser step is the sum over its target tokens divided by their number, once, over all
+micro-batches and processes: how a step is cut up changes nothing.
 """
 
 import contextlib

@@ -34,8 +34,8 @@ class Row:
 class PackedText:
     """Documents as one long array of tokens.
 
-    tokens [N]: of all documents. lengths: tokens of each document. num_bytes [N]: bytes of text of each token, or
-    None.
+    tokens [N]: of all documents. lengths: tokens of each document. num_bytes [N]: bytes of text of each
+    token, or None.
     """
 
     def __init__(self, tokens: np.ndarray, lengths: list[int], num_bytes: np.ndarray | None = None):

@@ -4,8 +4,8 @@ bf16    matrix products in bfloat16 under autocast; whatever is trained is kept 
         stored in bfloat16 stay so.
 fp32    everything in float32
 auto    on a GPU bf16 where it has it; on a CPU whichever multiplies matrices faster on this very machine, because
-        bfloat16 is about twice as fast on processors that have instructions for it (AVX512-BF16, AMX), and several times
-        slower on others
+        bfloat16 is about twice as fast on processors that have instructions for it (AVX512-BF16, AMX), and
+        several times slower on others
 """
 
 import time

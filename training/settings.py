@@ -24,9 +24,9 @@ class DataSettings:
     """Where the text comes from, and how it becomes rows.
 
     train: a file (.txt, .md, .jsonl, .json, .parquet), a data set folder, a hub data set, or a list of them.
-    eval: the same, held out; by default a part of `train` is split off, see the next two.
-    eval_tokens: evaluate on at most this many tokens; without `eval`, split that many off from `train`.
-    eval_fraction: without `eval`, split this share of the training tokens off. Neither of the two: no evaluation.
+    eval: the same, for held-out text.
+    eval_tokens: evaluate on at most this many tokens; without `eval`, hold that many of `train` back.
+    eval_fraction: without `eval`, hold this share of the training tokens back. None of the three: no evaluation.
     text_column: the column with the text (not for text files).
     separator: the string between documents of a text file; null: a text file is one document.
     split: the split of a hub data set or data set folder.
@@ -49,8 +49,8 @@ class DataSettings:
 class LearningRates:
     """Peak learning rates.
 
-    new: of residuals and local mixers. DDL wants 1e-3 to 3e-3 (it diverged at 2e-2), the larger matrices of ShortSWA about
-        3e-4 (they diverged at 2e-3).
+    new: of residuals and local mixers. DDL wants 1e-3 to 3e-3 (it diverged at 2e-2), the matrices of ShortSWA about 3e-4
+        (they diverged at 2e-3).
     pretrained: of everything else, where `train` is "all".
     """
 
