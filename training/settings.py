@@ -49,7 +49,7 @@ class DataSettings:
 class LearningRates:
     """Peak learning rates.
 
-    new: of residuals and local mixers. DDL wants 1e-3 to 3e-3 (it diverged at 2e-2), the matrices of ShortSWA about 3e-4
+    new: of residuals and local mixers. DDL wants 1e-3 to 3e-3 (it diverged at 2e-2), ShortSWA about 3e-4
         (they diverged at 2e-3).
     pretrained: of everything else, where `train` is "all".
     """
