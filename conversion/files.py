@@ -13,6 +13,7 @@ from transformer2.conversion.checkpoints import BUFFER_SIZE, file_sha256
 from transformer2.errors import MachineError, UserError
 
 Method = Literal["copy", "reflink", "link"]
+WAYS = ("auto", "link", "reflink", "copy")
 FICLONE = 0x40049409  # Linux: share the blocks of another file until one of the two changes
 
 
@@ -23,8 +24,6 @@ def choose_method(materialize: str, example: Path, folder: Path) -> Method:
     """
     if materialize in ("copy", "link"):
         return materialize
-    if materialize not in ("auto", "reflink"):
-        raise UserError(f"Unknown way to materialise {materialize!r}; choose one of: auto, link, reflink, copy.")
     probe = folder / ".clone-probe"
     try:
         clone(example, probe)

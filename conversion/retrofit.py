@@ -15,6 +15,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 import transformer2
 from transformer2.conversion.checkpoints import INDEX_NAME, PROVENANCE, open_checkpoint, read_header, read_json
 from transformer2.conversion.files import (
+    WAYS,
     choose_method,
     copy,
     place,
@@ -34,7 +35,12 @@ from transformer2.conversion.publishing import (
 )
 from transformer2.conversion.side_files import side_files
 from transformer2.conversion.sources import Source, resolve_source
-from transformer2.conversion.target_config import build_config, config_json, departs_from_identity
+from transformer2.conversion.target_config import (
+    build_config,
+    config_json,
+    departs_from_identity,
+    refuse_unknown_names,
+)
 from transformer2.conversion.verification import LEVELS, run_checks
 from transformer2.errors import CheckFailed, UserError
 
@@ -65,6 +71,10 @@ def convert(
     """
     if verify not in LEVELS:
         raise UserError(f"Unknown verification level {verify!r}; choose one of: {', '.join(LEVELS)}.")
+    if materialize not in WAYS:
+        raise UserError(f"Unknown way to materialise {materialize!r}; choose one of: {', '.join(WAYS)}.")
+    refuse_unknown_names("residual", residual)
+    refuse_unknown_names("local_mixer", local_mixer)
     say = progress or (lambda message: None)
     output = Path(os.path.abspath(Path(output).expanduser()))
     with plain_disk_errors(output.parent):

@@ -7,7 +7,7 @@ from transformer2 import Transformer2Config
 from transformer2.conversion.llama_sources import LlamaSource, one_line
 from transformer2.errors import UserError
 from transformer2.modeling_transformer2 import AUTO_MAP
-from transformer2.variants import AXES, options_of
+from transformer2.variants import AXES, options_of, resolve
 
 OWN_FIELDS = ("model_type", "architectures", "auto_map", "transformers_version", "dtype", "residual", "local_mixer")
 
@@ -19,6 +19,17 @@ def identity_choice(axis: str, choice: str | dict[str, Any]) -> dict[str, Any]:
     if kind in AXES[axis] and "form" in options_of(axis, kind):
         choice.setdefault("form", "identity")
     return choice
+
+
+def refuse_unknown_names(axis: str, choice: str | dict[str, Any]) -> None:
+    """Raise UserError, with the menu, for an unknown variant or option: before anything is downloaded."""
+    choice = identity_choice(axis, choice)
+    kind = choice.get("type")
+    if kind not in AXES[axis] or set(choice) - {"type", *options_of(axis, kind)}:
+        try:
+            resolve(axis, choice, None)  # gets no further than the names
+        except ValueError as error:
+            raise UserError(one_line(error)) from None
 
 
 def build_config(

@@ -38,6 +38,8 @@ class _Repaired:
         """Forget the last tokens (as a count, negative or not), of which `activate_past_recording` kept the past."""
         if not self.record_past:
             raise RuntimeError("Call `activate_past_recording` before the tokens that `crop` is to remove.")
+        if not hasattr(self.attention, "crop"):
+            raise RuntimeError("This transformers cannot roll back a static cache: install 5.24 or newer.")
         self.attention.crop(self, tokens_to_remove)
         for slot, filled in self.is_conv_states_initialized.items():
             if filled:

@@ -113,6 +113,8 @@ def test_other_files(tmp_path, gguf_file, monkeypatch):
     writer.close()
     with pytest.raises(UserError, match="Only Llama .* other.gguf says 'bert'"):
         convert(other, tmp_path / "out", residual="ddl")
+    with pytest.raises(UserError, match="Unknown residual type 'dll'"):
+        convert(gguf_file, tmp_path / "out", residual="dll")
     other.write_bytes(b"not GGUF at all, but long enough to hold a header")
     with pytest.raises(UserError, match="no readable GGUF file"):
         convert(other, tmp_path / "out", residual="ddl")
