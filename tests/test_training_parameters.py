@@ -128,4 +128,4 @@ def test_settings_that_make_no_sense_are_refused(override, message):
 def test_the_example_configurations_are_complete(name):
     settings = load_settings(Path(__file__).parent.parent / "configs" / "train" / f"{name}.yaml")
     assert settings.optimisation.train == name.split("_")[0]
-    assert settings.optimisation.lr.new == 2e-3
+    assert settings.optimisation.lr.new == {"new": 2e-3, "all": 3e-4}[settings.optimisation.train]
