@@ -5,6 +5,7 @@ or Ctrl-C removes the folder; after a kill it stays, for `resume` to go on with 
 """
 
 import contextlib
+import glob
 import json
 import os
 import secrets
@@ -24,12 +25,12 @@ class PartialFolder:
     """A folder under construction. `add` runs one step per file, unless the journal says that it is done already."""
 
     def __init__(self, path: Path, journal, finished: dict[str, dict[str, Any]]):
-        self.path, self._journal, self._finished = path, journal, finished
+        self.path, self._journal, self.finished = path, journal, finished
         self.reused: list[str] = []
 
     def add(self, name: str, write: Callable[[Path], str | None]) -> dict[str, Any]:
         """Make the file `name` by `write(path)`, which may return its SHA-256, and return its size and hash."""
-        file, known = self.path / name, self._finished.get(name)
+        file, known = self.path / name, self.finished.get(name)
         if known and file.is_file() and file.stat().st_size == known["size"] and file_sha256(file) == known["sha256"]:
             self.reused.append(name)
             return known
@@ -51,7 +52,7 @@ def partial_folder(output: Path, fingerprint: dict[str, Any], resume: bool) -> I
     `fingerprint` says what is being made; a leftover is only gone on with if its own is the same. Raises UserError if
     it is not, or if another process is at work on the same output.
     """
-    leftovers = sorted(output.parent.glob(f".{output.name}.partial-*"))
+    leftovers = sorted(output.parent.glob(f".{glob.escape(output.name)}.partial-*"))
     path, finished = None, {}
     for leftover in leftovers:
         with open(leftover / JOURNAL, "a+", encoding="utf-8") as journal:
@@ -99,7 +100,7 @@ def publish(partial: PartialFolder, output: Path) -> None:
 
 def settle_interrupted_swap(output: Path) -> None:
     """Undo, or finish, a `publish` that was killed between its renames, so that no old output is lost or left over."""
-    for aside in sorted(output.parent.glob(f".{output.name}.replaced-*")):
+    for aside in sorted(output.parent.glob(f".{glob.escape(output.name)}.replaced-*")):
         if output.exists():
             shutil.rmtree(aside)
         else:

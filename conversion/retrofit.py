@@ -127,7 +127,8 @@ def _build(
     method = choose_method(plan["materialize"], shards[0].resolve(), partial.path)
     new_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in described.values())
     base_bytes = llama.checkpoint.num_bytes if method == "copy" else 0
-    require_space(partial.path, base_bytes + new_bytes + 64 * 2**20)
+    done = sum(entry["size"] for entry in partial.finished.values())
+    require_space(partial.path, max(0, base_bytes + new_bytes - done) + 64 * 2**20)
 
     warnings = list(llama.notes)
     if method == "link":

@@ -52,7 +52,7 @@ def test_failed_overwrite_leaves_the_old_output(llama_folder, tmp_path, monkeypa
 
 
 def test_swap_that_was_killed_in_the_middle(llama_folder, tmp_path):
-    output, aside = tmp_path / "out", tmp_path / ".out.replaced-0123abcd"
+    output, aside = tmp_path / "out[1]", tmp_path / ".out[1].replaced-0123abcd"
     convert(llama_folder, aside, **DDL)
     with pytest.raises(UserError, match="already exists"):
         convert(llama_folder, output, residual="short_swa", verify="L0")
@@ -60,7 +60,7 @@ def test_swap_that_was_killed_in_the_middle(llama_folder, tmp_path):
     shutil.copytree(output, aside)  # and now one that was killed while it deleted the old output
     convert(llama_folder, output, residual="short_swa", verify="L0", overwrite=True)
     assert json.loads((output / "config.json").read_text())["residual"]["type"] == "short_swa"
-    assert beside(output) == ["llama", "out"]
+    assert beside(output) == ["llama", "out[1]"]
 
 
 def test_output_and_source_may_not_overlap(llama_folder, tmp_path):
@@ -214,16 +214,19 @@ def killed(after_a_kill, tmp_path):
     return source, leftover
 
 
-def test_resume_keeps_what_is_done(killed):
+def test_resume_keeps_what_is_done(killed, monkeypatch):
     source, leftover = killed
+    output = source.parent / "out"
     written = (leftover / BASE).stat().st_ino
     (leftover / NEW).write_bytes(b"damaged after the kill")
-    report = convert(source, source.parent / "out", **DDL, resume=True)
+    usage = namedtuple("usage", "free")(64 * 2**20)  # nothing is needed for what is there already
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    report = convert(source, output, **DDL, resume=True)
     assert BASE in report["resumed_files"]
     assert NEW not in report["resumed_files"]
-    assert (source.parent / "out" / BASE).stat().st_ino == written
+    assert (output / BASE).stat().st_ino == written
     assert beside(source) == ["llama", "out"]
-    assert verify(source, source.parent / "out", "L3", fresh_process=False)["passed"]
+    assert verify(source, output, "L3", fresh_process=False)["passed"]
 
 
 def test_resume_with_a_torn_journal(killed):
