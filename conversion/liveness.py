@@ -65,8 +65,7 @@ def documented(config: Any, names: list[str]) -> dict[str, list[str]]:
         options.pop("layers", None)
         if options.get("form", "identity") == "identity":
             dormant.update(_matching(variant.dormant, names))
-        if hasattr(variant, "idle"):
-            idle.update(_matching(variant.idle(config, **options), names))
+        idle.update(_matching(variant.idle(config, **options), names))
     return {"dormant": sorted(dormant - idle), "idle": sorted(idle)}
 
 

@@ -33,6 +33,11 @@ class LocalMixer(nn.Module):
         """How many `LeftContext`s one layer's mixer keeps in the cache."""
         return 0
 
+    @classmethod
+    def idle(cls, config, **options: Any) -> tuple[str, ...]:
+        """Patterns of parameters that never have a gradient, because they cannot change the output."""
+        return ()
+
     def forward(self, x: Tensor, **tokens: Any) -> Tensor:
         """[B, T, D] -> [B, T, D]. `tokens` holds `cache`, `token_mask`, `position_ids`, `token_index`, `seq_idx`."""
         raise NotImplementedError

@@ -22,11 +22,12 @@ def choose(precision: Literal["auto", "bf16", "fp32"]) -> Literal["bf16", "fp32"
     if torch.cuda.is_available():
         return "bf16" if torch.cuda.is_bf16_supported() else "fp32"
     from accelerate import PartialState
-    from accelerate.utils import broadcast_object_list
+    from accelerate.utils import broadcast_object_list, parse_flag_from_env
 
     faster = min(("fp32", "bf16"), key=lambda name: _seconds(torch.bfloat16 if name == "bf16" else torch.float32))
     choice = [faster]
-    if PartialState().num_processes > 1:
+    # The state is shared with the Accelerator that comes later, so it must hear of the launcher's --cpu here.
+    if PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU")).num_processes > 1:
         broadcast_object_list(choice)
     return choice[0]
 
