@@ -1,1 +1,1 @@
-
+"""Example configurations of training runs, under `train/`."""

@@ -1,1 +1,1 @@
-
+"""Model cards of retrofitted checkpoints."""
