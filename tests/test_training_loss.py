@@ -120,4 +120,11 @@ def test_two_processes_train_as_one(tmp_path):
     weights, others = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     for name, tensor in weights.items():
         torch.testing.assert_close(others[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+
+    command[-1] = "optimisation.precision=auto"  # measured by one process for both
+    command.append("optimisation.steps=1")
+    command.append("overwrite=true")
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(tmp_path), timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "two" / "training_report.json").read_text())["processes"] == 2
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []

@@ -138,6 +138,7 @@ def start(optimisation: OptimisationSettings) -> tuple[Accelerator, str]:
     chosen = precision.choose(optimisation.precision)
     AcceleratorState._reset_state()  # an earlier run of this Python process may have had another precision
     accelerator = Accelerator(
+        cpu=precision.on_cpu(),  # or several processes on a CPU would not know of each other
         mixed_precision="bf16" if chosen == "bf16" else "no",
         # We accumulate ourselves; without this, an environment variable of the launcher would scale our loss.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),

@@ -12,22 +12,25 @@ import time
 from typing import Literal
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, parse_flag_from_env
 from torch import nn
+
+
+def on_cpu() -> bool:
+    """Whether to compute on the CPU: there is nothing else, or the launcher was told to."""
+    return not torch.accelerator.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
 
 
 def choose(precision: Literal["auto", "bf16", "fp32"]) -> Literal["bf16", "fp32"]:
     """The format to use. With several processes, the first one's measurement counts for all."""
     if precision != "auto":
         return precision
-    if torch.cuda.is_available():
-        return "bf16" if torch.cuda.is_bf16_supported() else "fp32"
-    from accelerate import PartialState
-    from accelerate.utils import broadcast_object_list, parse_flag_from_env
-
+    if not on_cpu():
+        return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "fp32"
     faster = min(("fp32", "bf16"), key=lambda name: _seconds(torch.bfloat16 if name == "bf16" else torch.float32))
     choice = [faster]
-    # The state is shared with the Accelerator that comes later, so it must hear of the launcher's --cpu here.
-    if PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU")).num_processes > 1:
+    if PartialState(cpu=True).num_processes > 1:  # the Accelerator that comes later shares this state
         broadcast_object_list(choice)
     return choice[0]
 
