@@ -20,6 +20,7 @@ RETROFITS: dict[str, dict[str, Any]] = {
         "title": "ShortSWA, 128 tokens",
         "residual": "standard",
         "local_mixer": {"type": "short_swa", "window": 128, "num_heads": 3, "num_kv_heads": 3},
+        "learning_rate": 5e-4,  # 13 million new parameters: 2e-3 diverges
     },
 }
 SEQUENCE_LENGTH, STEPS, EVAL_TOKENS = 512, 24, 4096
@@ -62,7 +63,7 @@ def measure(path: Path, text: Path) -> dict[str, Any]:
     return evaluate(path, text, sequence_length=SEQUENCE_LENGTH, max_tokens=EVAL_TOKENS)
 
 
-def fine_tune(path: Path, output: Path, train_text: Path, held_out: Path) -> dict[str, Any]:
+def fine_tune(path: Path, output: Path, train_text: Path, held_out: Path, lr: float) -> dict[str, Any]:
     """The new parameters only, for a few dozen steps."""
     from transformer2.training import train
 
@@ -77,7 +78,7 @@ def fine_tune(path: Path, output: Path, train_text: Path, held_out: Path) -> dic
                 "eval_tokens": EVAL_TOKENS,
                 "sequence_length": SEQUENCE_LENGTH,
             },
-            "optimisation": {"train": "new", "steps": STEPS, "rows_per_step": 1, "lr": {"new": 2e-3}},
+            "optimisation": {"train": "new", "steps": STEPS, "rows_per_step": 1, "lr": {"new": lr}},
         }
     )
 
@@ -142,7 +143,7 @@ def main() -> None:
         rows.append({"model": f"{name}, converted", "parameters": count_parameters(converted)})
         rows[-1].update(measure(converted, held_out))
         say(f"Fine-tuning its new parameters for {STEPS} steps of {SEQUENCE_LENGTH} tokens into {tuned}.")
-        fine_tune(converted, tuned, train_text, held_out)
+        fine_tune(converted, tuned, train_text, held_out, retrofit["learning_rate"])
         rows.append(
             {"model": f"{name}, fine-tuned", "parameters": count_parameters(tuned), **measure(tuned, held_out)}
         )
