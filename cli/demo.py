@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import Any
 
 RETROFITS: dict[str, dict[str, Any]] = {
-    "ddl": {"title": "Deep Delta Learning, d_v = 1", "residual": {"type": "ddl"}, "local_mixer": "none"},
+    "ddl": {
+        "title": "Deep Delta Learning, d_v = 1",
+        "residual": {"type": "ddl"},
+        "local_mixer": "none",
+        "learning_rate": 2e-3,
+    },
     "short_swa": {
         "title": "ShortSWA, 128 tokens",
         "residual": "standard",
