@@ -79,16 +79,21 @@ def partial_folder(output: Path, fingerprint: dict[str, Any], resume: bool) -> I
 
 
 def publish(partial: PartialFolder, output: Path) -> None:
-    """Give the finished folder its name. An existing `output` is moved aside first and deleted last."""
+    """Give the finished folder its name."""
     (partial.path / JOURNAL).unlink()
-    for folder, _, _ in os.walk(partial.path):
-        flush(Path(folder))
+    swap_in(partial.path, output)
+
+
+def swap_in(folder: Path, output: Path) -> None:
+    """Rename the finished `folder` to `output`, safe on disk. An older `output` is moved aside first, deleted last."""
+    for path, _, _ in os.walk(folder):
+        flush(Path(path))
     aside = None
     if output.exists():
         aside = output.parent / f".{output.name}.replaced-{secrets.token_hex(4)}"
         os.rename(output, aside)
     try:
-        os.rename(partial.path, output)
+        os.rename(folder, output)
     except OSError:
         if aside is not None:
             os.rename(aside, output)

@@ -26,6 +26,7 @@ from accelerate.utils import GradientAccumulationPlugin, set_seed
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
+from transformer2.conversion.files import write_json
 from transformer2.errors import CheckFailed, UserError
 from transformer2.training import parameters, precision, schedule
 from transformer2.training.data import hold_out, read_documents, tokenize
@@ -33,7 +34,7 @@ from transformer2.training.evaluation import likelihood, score, token_losses
 from transformer2.training.isolation import check_isolation
 from transformer2.training.loading import find_checkpoint, load_model, load_tokenizer, stored_dtypes
 from transformer2.training.packing import Row, Rows, collate, order
-from transformer2.training.saving import check_frozen, check_output, published, write_checkpoint, write_json
+from transformer2.training.saving import check_frozen, check_output, published, write_checkpoint
 from transformer2.training.settings import OptimisationSettings, Settings, check, load_settings
 
 

@@ -1,7 +1,6 @@
 """From a trained model to a checkpoint folder that appears as a whole or not at all."""
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,6 +10,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from transformer2.conversion.files import plain_disk_errors
+from transformer2.conversion.publishing import settle_interrupted_swap, swap_in
 from transformer2.errors import CheckFailed, MachineError, UserError
 from transformer2.training.loading import tensor_files
 
@@ -33,6 +34,7 @@ SIDE_FILES = (
 
 def check_output(output: Path, source: Path, overwrite: bool) -> None:
     """Raise UserError where `output` may not be written, MachineError where the disk is too full for another copy."""
+    settle_interrupted_swap(output)
     if output.exists() and not output.is_dir():
         raise UserError(f"The output {output} is a file: name a folder.")
     if output.resolve() == source.resolve() or output.resolve() in source.resolve().parents:
@@ -56,19 +58,13 @@ def published(output: Path) -> Iterator[Path]:
     """A new folder next to `output`, renamed to it on success (replacing an older one), removed on failure."""
     output.parent.mkdir(parents=True, exist_ok=True)
     unfinished = output.parent / f".{output.name}.unfinished-{os.getpid()}"
-    replaced = output.parent / f".{output.name}.replaced-{os.getpid()}"
     try:
-        unfinished.mkdir()
-        yield unfinished
-        if output.exists():
-            output.rename(replaced)
-        unfinished.rename(output)
-    except BaseException:
+        with plain_disk_errors(output.parent):
+            unfinished.mkdir()
+            yield unfinished
+            swap_in(unfinished, output)
+    finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-        if replaced.exists() and not output.exists():
-            replaced.rename(output)
-        raise
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def write_checkpoint(model, folder: Path, source: Path, dtypes: dict[str, torch.dtype]) -> None:
@@ -101,11 +97,6 @@ def check_frozen(folder: Path, source: Path, frozen: list[str]) -> None:
         same = new.dtype == old.dtype and new.shape == old.shape
         if not same or not torch.equal(new.reshape(-1).view(torch.uint8), old.reshape(-1).view(torch.uint8)):
             raise CheckFailed(f"The frozen tensor {name} differs from its source: nothing was written.")
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Readable JSON."""
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _read(file: Path, name: str) -> torch.Tensor:
