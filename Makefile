@@ -8,7 +8,7 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY = 1
 
-.PHONY: demo test test-slow check style install bench clean
+.PHONY: demo test test-slow test-oldest check style install bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m transformer2_cli.demo $(if $(MODEL),--model "$(MODEL)") --out "$(OUT)"
@@ -18,6 +18,12 @@ test: $(VENV)/.dev check
 
 test-slow: $(VENV)/.dev $(VENV)/.demo
 	$(BIN)/python -m pytest -q -m slow
+
+# The oldest supported transformers, in a virtual environment of its own.
+test-oldest:
+	$(MAKE) $(VENV)-oldest/.dev VENV=$(VENV)-oldest
+	$(VENV)-oldest/bin/python -m pip install "transformers==5.15.*"
+	$(VENV)-oldest/bin/python -m pytest -q -n $(WORKERS) -m "not slow"
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -66,13 +66,13 @@ def convert(
         )
     except CheckFailed as failed:
         if result := getattr(failed, "report", None):
-            _show_checks(result)
+            show_checks(result)
             if as_json:
                 _print_json({"output": None, "verification": result})
         raise
     for warning in report["warnings"]:
         _say(f"Note: {warning}")
-    _show_checks(report["verification"])
+    show_checks(report["verification"])
     if as_json:
         _print_json(report)
         return
@@ -96,7 +96,7 @@ def verify(
     from transformer2.errors import CheckFailed
 
     result = conversion.verify(source, output, level, revision=revision, progress=_say)
-    _show_checks(result)
+    show_checks(result)
     if as_json:
         _print_json(result)
     if not result["passed"]:
@@ -202,7 +202,7 @@ def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False))
 
 
-def _show_checks(result: dict[str, Any]) -> None:
+def show_checks(result: dict[str, Any]) -> None:
     """The checks of a verification as a table on stderr."""
     from rich.console import Console
     from rich.table import Table

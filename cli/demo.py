@@ -122,6 +122,7 @@ def main() -> None:
     from transformer2.conversion import convert
     from transformer2.conversion.sources import resolve_source
     from transformer2.training import generate
+    from transformer2_cli.conversion import show_checks
 
     out = options.out
     train_text, held_out = write_text(out / "text")
@@ -143,8 +144,8 @@ def main() -> None:
             overwrite=True,
             progress=lambda message: print(f"   {message}", file=sys.stderr, flush=True),
         )
-        proof = report["verification"]
-        print(f"   Proof: {converted / 'verification.json'}, passed: {proof['passed']}.", file=sys.stderr)
+        show_checks(report["verification"])
+        print(f"   The figures behind this table are in {converted / 'verification.json'}.", file=sys.stderr)
         rows.append({"model": f"{name}, converted", "parameters": count_parameters(converted)})
         rows[-1].update(measure(converted, held_out))
         say(f"Fine-tuning its new parameters for {STEPS} steps of {SEQUENCE_LENGTH} tokens into {tuned}.")
