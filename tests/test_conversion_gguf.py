@@ -59,10 +59,10 @@ def gguf_file(tmp_path, llama):
     writer.add_rope_dimension_count(SIZE["hidden_size"] // heads)
     writer.add_vocab_size(SIZE["vocab_size"])
     writer.add_tokenizer_model("gpt2")
-    letters = ["<pad>", "<s>", "</s>", "ab", *(chr(code) for code in range(33, 127))]
+    letters = ["<pad>", "<s>", "</s>", "ab", "cd", *(chr(code) for code in range(33, 127))]
     writer.add_token_list([*letters, *(f"x{i}" for i in range(SIZE["vocab_size"] - len(letters)))])
     writer.add_token_types([3, 3, 3] + [1] * (SIZE["vocab_size"] - 3))
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "c d"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)
