@@ -77,6 +77,7 @@ def _write(gguf_file: Path, metadata: dict[str, Any], folder: Path) -> None:
         if token_id is not None:
             setattr(model.config, name, int(token_id))
             setattr(model.generation_config, name, int(token_id))
+            setattr(tokenizer, name.removesuffix("_id"), tokenizer.convert_ids_to_tokens(int(token_id)))
     for name in [name for name in vars(model.config) if name in ("quantization_config", "_model_name_or_path")]:
         delattr(model.config, name)
     model.save_pretrained(folder)
