@@ -1,7 +1,9 @@
 """Commands around conversion: convert, verify, inspect, variants. Results go to stdout, everything else to stderr."""
 
 import json
+import re
 import sys
+import textwrap
 from typing import Annotated, Any
 
 import typer
@@ -143,11 +145,11 @@ def variants(as_json: AsJson = False) -> None:
     for axis, kinds in AXES.items():
         menu[axis] = {}
         for kind, variant in kinds.items():
+            about, meanings = read_docstring(introspection.getdoc(variant) or "")
             options = {
-                name: {"type": describe(option.annotation), "default": option.default}
+                name: {"type": describe(option.annotation), "default": option.default, "about": meanings.get(name, "")}
                 for name, option in options_of(axis, kind).items()
             }
-            about = (introspection.getdoc(variant) or "").partition("\n")[0]
             menu[axis][kind] = {"about": about, "options": options}
     if as_json:
         _print_json(menu)
@@ -159,6 +161,19 @@ def variants(as_json: AsJson = False) -> None:
             print(f"  {kind}: {entry['about']}")
             for name, option in entry["options"].items():
                 print(f"      --set {axis}.{name}={json.dumps(option['default'])}    ({option['type']})")
+                if option["about"]:
+                    print(textwrap.indent(textwrap.fill(option["about"], 100), " " * 12))
+
+
+def read_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """The first line of a variant's docstring, and its "name, name: meaning" entries by option."""
+    first, _, rest = text.partition("\n")
+    meanings = {"layers": "the layers that get one; null for all"}
+    for entry in re.split(r"\n(?=\S)", rest):
+        names, colon, meaning = entry.partition(":")
+        if colon and re.fullmatch(r"\w+(, \w+)*", names.strip()):
+            meanings.update(dict.fromkeys(names.strip().split(", "), " ".join(meaning.split())))
+    return first, meanings
 
 
 def parse_settings(residual: str, local_mixer: str, settings: list[str]) -> dict[str, dict[str, Any]]:

@@ -21,8 +21,7 @@ from .short_swa import ShortSWA
 
 
 class DepthShortSWA(Residual):
-    """Depth-wise ShortSWA (arXiv 2603.16039): attention of each block over the last few block states of the same
-    token.
+    """Depth-wise ShortSWA (arXiv 2603.16039): attention over the last few block states of the same token.
 
     form: "paper" (all projections random) or "identity" (zero output projection, for pretrained models).
     window: K, block states that a block sees, its own included; None for all of them.

@@ -110,7 +110,11 @@ def test_variants_lists_the_menu(run):
     assert code == 0
     assert {"standard", "ddl", "short_swa"} <= set(menu["residual"])
     assert {"none", "short_swa"} <= set(menu["local_mixer"])
-    assert menu["residual"]["ddl"]["options"]["value_channels"] == {"type": "a whole number", "default": 1}
+    assert menu["residual"]["ddl"]["options"]["value_channels"] == {
+        "type": "a whole number",
+        "default": 1,
+        "about": "d_v, the channels of the state.",
+    }
     assert menu["local_mixer"]["short_swa"]["options"]["mask"]["type"] == "one of: sliding, chunk"
     assert menu["residual"]["ddl"]["about"].startswith("Deep Delta Learning")
     code, out, _ = run("variants")
