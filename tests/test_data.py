@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import tiny_model
-from test_training_tools import byte_tokenizer, documents, word_tokenizer
+from training_tools import byte_tokenizer, documents, word_tokenizer
 
 from transformer2.errors import CheckFailed, UserError
 from transformer2.training.data import bytes_per_token, hold_out, read_documents, tokenize

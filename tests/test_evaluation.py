@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_training_tools import (
+from training_tools import (
     IDENTITY_DDL,
     byte_tokenizer,
     checkpoint,

@@ -4,7 +4,7 @@ import io
 
 import pytest
 import torch
-from test_training_tools import IDENTITY_DDL, IDENTITY_SHORT_SWA, checkpoint, command, word_tokenizer, words
+from training_tools import IDENTITY_DDL, IDENTITY_SHORT_SWA, checkpoint, command, word_tokenizer, words
 from transformers import AutoModelForCausalLM
 
 from transformer2.errors import UserError

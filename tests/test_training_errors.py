@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_training_tools import IDENTITY_DDL, checkpoint, command, documents, run_settings
+from training_tools import IDENTITY_DDL, checkpoint, command, documents, run_settings
 
 import transformer2.training.finetune as finetune
 from transformer2.errors import CheckFailed

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from helpers import tiny_model
 from safetensors.torch import load_file
-from test_training_tools import IDENTITY_SHORT_SWA, checkpoint, documents, run_settings, word_tokenizer
+from training_tools import IDENTITY_SHORT_SWA, checkpoint, documents, run_settings, word_tokenizer
 
 from transformer2.training import train
 from transformer2.training.data import tokenize

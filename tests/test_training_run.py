@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_training_tools import (
+from training_tools import (
     IDENTITY_DDL,
     IDENTITY_SHORT_SWA,
     checkpoint,
