@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from transformer2.conversion.checkpoints import DTYPES, PROVENANCE, TensorEntry, open_checkpoint, read_json
+from transformer2.conversion.new_parameters import is_new
 from transformer2.errors import UserError
 
 SCALARS = ("carry", "erase")
@@ -19,7 +20,7 @@ def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
     config = checkpoint.config
     if config.get("model_type") != "transformer2":
         raise UserError(f"{path} is no Transformer2 checkpoint: its config.json says {config.get('model_type')!r}.")
-    new = {name: entry for name, entry in checkpoint.tensors.items() if _is_new(name)}
+    new = {name: entry for name, entry in checkpoint.tensors.items() if is_new(name)}
     report: dict[str, Any] = {
         "residual": config["residual"],
         "local_mixer": config["local_mixer"],
@@ -41,10 +42,6 @@ def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
         result = read_json(folder / "verification.json")
         report["verification"] = {name: result.get(name) for name in ("level", "passed", "failures")}
     return report
-
-
-def _is_new(name: str) -> bool:
-    return any(part.endswith("residual") or part.startswith("local_") for part in name.split("."))
 
 
 def _kinds(new: dict[str, TensorEntry]) -> list[dict[str, Any]]:

@@ -6,6 +6,17 @@ from torch import Tensor
 from transformer2 import Transformer2Config, Transformer2ForCausalLM
 from transformer2.conversion.llama_sources import LlamaSource, llama_shapes
 
+NEW_MODULES = ("residual", "local_mixer", "local_layernorm")  # and whatever ends in "_residual"
+
+
+def is_new(name: str) -> bool:
+    """Whether a parameter belongs to a residual or a local mixer, rather than to the pretrained Llama.
+
+    name: its full name in the model, such as "model.layers.0.attn_residual.rewrite.carry".
+    """
+    modules = name.split(".")[:-1]
+    return any(module in NEW_MODULES or module.endswith("_residual") for module in modules)
+
 
 def meta_model(config: Transformer2Config) -> Transformer2ForCausalLM:
     """The model without storage: names, shapes and classes only."""

@@ -6,6 +6,7 @@ name that they know.
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,8 @@ def takes_either_cache_name(forward: Callable) -> Callable:
     def wrapper(self, *args: Any, **kwargs: Any):
         if "past_key_values" in kwargs:
             past_key_values = kwargs.pop("past_key_values")
+            if CACHE_FIELD == "cache":
+                warnings.warn("`past_key_values` is now called `cache`.", FutureWarning, stacklevel=2)
             kwargs["cache"] = past_key_values if kwargs.get("cache") is None else kwargs["cache"]
         return forward(self, *args, **kwargs)
 

@@ -5,7 +5,7 @@ from typing import Any
 from transformers.configuration_utils import PreTrainedConfig, strict
 from transformers.modeling_rope_utils import RopeParameters
 
-from .variants import AXES, cache_slots, resolve
+from .variants import cache_slots, resolve
 
 
 @strict
@@ -70,16 +70,21 @@ class Transformer2Config(PreTrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        self.__dict__["residual"] = resolve("residual", self.residual or "standard", self)
-        self.local_mixer = self.local_mixer or "none"
+        self._resolve_variants()
         super().__post_init__(**kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Assigning a variant, as overrides of `from_pretrained` do, fills in its options and what follows."""
-        if name not in AXES or "number_of_conv_states" not in self.__dict__:  # the last field: all others are set
-            return super().__setattr__(name, value)
-        super().__setattr__(name, resolve(name, value, self))
-        # The library's caches read these two: a "hybrid" layer holds states besides keys and values.
+        """Assigning a variant or the depth, as overrides of `from_pretrained` do, brings what follows up to date."""
+        super().__setattr__(name, value)
+        # While it is constructed, the fields after these are not set yet; the last one is `number_of_conv_states`.
+        if name in ("residual", "local_mixer", "num_hidden_layers") and "number_of_conv_states" in self.__dict__:
+            self._resolve_variants()
+
+    def _resolve_variants(self) -> None:
+        """Fill in the options of both axes, and the two fields that the library's caches read."""
+        for axis, default in {"residual": "standard", "local_mixer": "none"}.items():
+            super().__setattr__(axis, resolve(axis, getattr(self, axis) or default, self))
         slots = cache_slots(self)
         self.number_of_conv_states = max(slots, default=0)
+        # A "hybrid" layer holds states besides keys and values.
         self.layer_types = ["hybrid" if count else "full_attention" for count in slots]

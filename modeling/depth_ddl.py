@@ -129,8 +129,8 @@ class DeepDeltaLearning(Residual):
     def read(
         self, stream: Stream, block: Residual | None = None, seq_idx: Tensor | None = None, **tokens: Any
     ) -> tuple[Tensor, Stream]:
-        if self.value_channels == 1:
-            return stream[0], stream
+        if self.value_channels == 1 or (self.site == "mlp" and self.num_taps == 1):
+            return stream[0], stream  # what attention's write has compressed already
         state = stream[1]
         states = self.context(state.flatten(-2), **tokens).unflatten(-1, state.shape[-2:])
         compress = self.compress if self.site == "model" else block.compress
@@ -290,6 +290,7 @@ def _with_hidden_layer(gate: nn.Linear, hidden_size: int, gate_hidden_size: int 
 def _call(module: nn.Module, x: Tensor) -> Tensor:
     """A gate or value layer in the precision of its own parameters, the result in float32 at least."""
     dtype = next(module.parameters()).dtype
+    dtype = dtype if dtype.is_floating_point else x.dtype  # quantised weights bring their own arithmetic
     return module(x.to(dtype)).to(at_least_float32(dtype))
 
 

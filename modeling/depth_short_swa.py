@@ -76,7 +76,7 @@ class DepthShortSWA(Residual):
         state, *history = stream
         history = [*history, state][-self.window :]
         mixture = (model if self.share_weights else self).mixture
-        state = state + mixture(torch.stack(history, dim=-2))
+        state = state + mixture(*history).to(state.device)
         return state, (state, *history)
 
 
@@ -88,7 +88,10 @@ class DepthRead(nn.Module):
         self.norm = Transformer2RMSNorm(config.hidden_size, config.rms_norm_eps) if norm else nn.Identity()
         self.swa = ShortSWA(config.hidden_size, num_heads, num_heads, head_dim, window, zero_output)
 
-    def forward(self, states: Tensor) -> Tensor:
-        """[B, T, L, D], oldest first -> [B, T, D]"""
-        states = self.norm(states)
-        return self.swa(states[..., -1:, :], states).squeeze(-2)
+    def forward(self, *states: Tensor) -> Tensor:
+        """L times [B, T, D], oldest first -> [B, T, D]"""
+        states = [self.norm(state) for state in states]
+        query = self.swa.query(states[-1]).unsqueeze(-2)
+        key = torch.stack([self.swa.key(state) for state in states], dim=-2)  # of width H d, not D
+        value = torch.stack([self.swa.value(state) for state in states], dim=-2)
+        return self.swa.attend(query, key, value).squeeze(-2)

@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
+from transformers.masking_utils import find_packed_sequence_indices
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -141,7 +143,7 @@ class Transformer2DecoderLayer(GradientCheckpointingLayer):
         tokens: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Stream:
-        tokens = {**tokens, "cache": cache, "block": self.attn_residual}
+        tokens = {**(tokens or {}), "cache": cache, "block": self.attn_residual}
 
         # Local Mixing
         if self.has_local_sublayer:
@@ -152,7 +154,7 @@ class Transformer2DecoderLayer(GradientCheckpointingLayer):
 
         # Self Attention
         residual, stream = self.attn_residual.read(stream, **tokens)
-        hidden_states = self.input_layernorm(residual)
+        hidden_states = self.attn_residual.condition(self.input_layernorm(residual))
         update, _ = self.self_attn(
             hidden_states,
             attention_mask=attention_mask,
@@ -164,7 +166,7 @@ class Transformer2DecoderLayer(GradientCheckpointingLayer):
 
         # Fully Connected
         residual, stream = self.mlp_residual.read(stream, **tokens)
-        hidden_states = self.post_attention_layernorm(residual)
+        hidden_states = self.mlp_residual.condition(self.post_attention_layernorm(residual))
         update = self.mlp(hidden_states)
         return self.mlp_residual.write(stream, update, residual, hidden_states, **tokens)
 
@@ -175,7 +177,8 @@ class Transformer2PreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Transformer2DecoderLayer"]
-    _skip_keys_device_placement = [CACHE_FIELD]
+    # Not `model` and `block` either, modules in `tokens`: accelerate's hooks would move them to the layer's device.
+    _skip_keys_device_placement = [CACHE_FIELD, "model", "block"]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -211,9 +214,17 @@ class Transformer2Model(Transformer2PreTrainedModel):
         self.norm = Transformer2RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Transformer2RotaryEmbedding(config=config)
         self.gradient_checkpointing = False
-        self._keep_in_fp32_modules_strict = self.residual.keep_in_float32
+        self._keep_in_float32(self.residual.keep_in_float32)
         self._number_left_contexts()
         self.post_init()
+
+    def _keep_in_float32(self, names: tuple[str, ...]) -> None:
+        """Modules of these names stay float32 in a half-precision model, however it is made, and unquantised."""
+        self._keep_in_fp32_modules = self._keep_in_fp32_modules_strict = names
+        for name, module in self.named_modules():
+            if name.rpartition(".")[2] in names:
+                for parameter in module.parameters():
+                    parameter.data = parameter.data.to(at_least_float32(parameter.dtype))
 
     def _number_left_contexts(self) -> None:
         """Give every `LeftContext` a slot of its own in its layer's row of the cache."""
@@ -240,7 +251,7 @@ class Transformer2Model(Transformer2PreTrainedModel):
         """input_ids [B, T] (or inputs_embeds [B, T, D]) -> last_hidden_state [B, T, D], with the cache.
 
         attention_mask [B, past + T] marks padding with 0, and may be what `create_masks_for_generate` returned. Rows
-        that pack several documents say so by `position_ids` that start again (without mask and cache), or by `seq_idx`
+        that pack several documents say so by `position_ids` that start again (without a mask), or by `seq_idx`
         [B, T], the number of each token's document.
         """
         if (input_ids is None) ^ (inputs_embeds is not None):
@@ -249,6 +260,8 @@ class Transformer2Model(Transformer2PreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
+            if seq_idx is None and attention_mask is None and position_ids is not None and not is_compiling():
+                seq_idx = find_packed_sequence_indices(position_ids)  # packed rows stay apart in a new cache, too
         repair(cache, self.config)
         if position_ids is None:
             past_seen_tokens = cache.get_seq_length() if cache is not None else 0
@@ -257,7 +270,7 @@ class Transformer2Model(Transformer2PreTrainedModel):
 
         masks = attention_mask
         if not isinstance(masks, dict):
-            masks = create_masks(self.config, inputs_embeds, attention_mask, cache, position_ids, seq_idx)
+            masks = create_masks(self.config, inputs_embeds, attention_mask, cache, position_ids, seq_idx, **kwargs)
         tokens = {name: mask for name, mask in masks.items() if name != "full_attention"}
         tokens.update(position_ids=position_ids, model=self.residual)
         position_embeddings = self.rotary_emb(inputs_embeds, position_ids=position_ids)

@@ -63,7 +63,7 @@ class LeftContext(nn.Module):
         if cache is not None:
             x = cache.update_conv_state(x.mT, self.layer_idx, state_idx=self.slot, conv_kernel_size=self.size).mT
         # The cache returns less than `length` at first, and more while it records what it may have to roll back.
-        return F.pad(x, (0, 0, self.size, 0))[:, -length:]
+        return F.pad(x, (0, 0, max(length - x.shape[1], 0), 0))[:, -length:]
 
 
 def taps(x: Tensor, num_taps: int, seq_idx: Tensor | None = None) -> Iterator[Tensor]:

@@ -80,16 +80,16 @@ def _attend(query, key, value, mask) -> Tensor:
 
 def _one_step(query, key, value, valid, reach, seq_idx) -> Tensor:
     """Q = 1: the keys are the window. Elementwise, because depth reads have B * T of these tiny attentions."""
-    groups = query.shape[-3] // key.shape[-3]
+    groups, dtype = query.shape[-3] // key.shape[-3], value.dtype
     if groups > 1:
         key, value = (x.repeat_interleave(groups, dim=-3) for x in (key, value))
-    scores = (query * key).sum(-1).to(at_least_float32(query.dtype)) * query.shape[-1] ** -0.5  # [..., H, K]
+    query, key, value = (x.to(at_least_float32(dtype)) for x in (query, key, value))  # products overflow float16
+    scores = (query * key).sum(-1) * query.shape[-1] ** -0.5  # [..., H, K]
     if valid is not None or reach is not None or seq_idx is not None:
         distance = _distances(1, key.shape[-2], query.device)
         visible = _visible(distance, key.shape[-2], valid, reach, seq_idx, seq_idx)  # [..., 1, K]
         scores = scores.masked_fill(~visible, float("-inf"))
-    weights = scores.softmax(-1).to(value.dtype)
-    return (weights.unsqueeze(-1) * value).sum(-2, keepdim=True)
+    return (scores.softmax(-1).unsqueeze(-1) * value).sum(-2, keepdim=True).to(dtype)
 
 
 def _blocked(query, key, value, window, valid, reach, seq_idx) -> Tensor:
@@ -145,11 +145,10 @@ class ShortSWA(nn.Module):
         """[..., H, N, d] -> [..., N, D]"""
         return self.output(mixed.transpose(-2, -3).flatten(-2))
 
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Projections [..., Q, H d], [..., K, G d] and [..., K, G d], the last of each aligned -> [..., Q, D]"""
+        return self.merge(windowed_attention(self.split(query), self.split(key), self.split(value), self.window))
+
     def forward(self, query: Tensor, entries: Tensor) -> Tensor:
         """query [..., Q, D] over entries [..., K, D], ordered, the last of both aligned -> [..., Q, D]"""
-        query, key, value = (
-            self.split(self.query(query)),
-            self.split(self.key(entries)),
-            self.split(self.value(entries)),
-        )
-        return self.merge(windowed_attention(query, key, value, self.window))
+        return self.attend(self.query(query), self.key(entries), self.value(entries))

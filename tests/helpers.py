@@ -6,6 +6,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from transformer2 import Transformer2Config, Transformer2ForCausalLM
+from transformer2.conversion.new_parameters import is_new
 
 SIZE: dict[str, Any] = {
     "vocab_size": 101,
@@ -37,11 +38,6 @@ def tiny_llama(seed: int = 0, dtype: torch.dtype = torch.float32, scale: float =
             else:
                 parameter.mul_(scale)
     return model.to(dtype)
-
-
-def is_new(name: str) -> bool:
-    """Whether a parameter belongs to a residual or a local mixer, not to the Llama."""
-    return "residual" in name or "local_" in name
 
 
 def tiny_model(

@@ -284,10 +284,16 @@ def test_cache_operations(mixer):
         out = model(x.flip(0)[:, 7:], cache=cache, use_cache=True).logits
         torch.testing.assert_close(out, full.flip(0)[:, 7:], atol=1e-10, rtol=1e-10)
 
+        cache = make()
+        decode(model, x[:, :7], [7], cache)
         cache.batch_select_indices(torch.tensor([1]))
-        cache.reset()
-        out = decode(model, x[:1], [5, 7], cache) if isinstance(cache, StaticCache) else full[:1]
-        torch.testing.assert_close(out, full[:1], atol=1e-10, rtol=1e-10)
+        out = model(x[1:, 7:], cache=cache, use_cache=True).logits
+        torch.testing.assert_close(out, full[1:, 7:], atol=1e-10, rtol=1e-10)
+
+    static = StaticCache(model.config, max_cache_len=16)  # a dynamic one is made anew instead
+    decode(model, x, [8, 4], static)
+    static.reset()
+    torch.testing.assert_close(decode(model, x, [5, 7], static), full, atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("auto_class", [Transformer2Model, Transformer2ForCausalLM])

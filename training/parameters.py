@@ -4,18 +4,8 @@ from typing import Any, Literal
 
 from torch import nn
 
+from transformer2.conversion.new_parameters import is_new
 from transformer2.errors import UserError
-
-NEW_MODULES = ("residual", "local_mixer", "local_layernorm")  # and whatever ends in "_residual"
-
-
-def is_new(name: str) -> bool:
-    """Whether a parameter belongs to a residual or a local mixer, rather than to the pretrained Llama.
-
-    name: its full name in the model, such as "model.layers.0.attn_residual.rewrite.carry".
-    """
-    modules = name.split(".")[:-1]
-    return any(module in NEW_MODULES or module.endswith("_residual") for module in modules)
 
 
 def select(model: nn.Module, train: Literal["new", "all"]) -> None:
