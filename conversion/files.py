@@ -129,6 +129,8 @@ def plain_disk_errors(folder: Path):
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             name = error.filename or folder
             raise UserError(f"{name} cannot be accessed ({error.strerror}); check its permissions.") from error
+        if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.ENOENT, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP):
+            raise UserError(f"{error.filename or folder}: {error.strerror}; name another folder.") from error
         raise
     except Exception as error:  # safetensors has an exception type of its own
         if type(error).__name__ == "SafetensorError" and "os error 28" in str(error):

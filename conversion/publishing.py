@@ -114,6 +114,8 @@ def settle_interrupted_swap(output: Path) -> None:
 
 def require_free_name(output: Path, overwrite: bool) -> None:
     """Raise UserError if `output` exists and may not be replaced."""
+    if output.is_symlink():
+        raise UserError(f"{output} is a symbolic link, which would be replaced; name the folder that it points to.")
     if output.exists() and not output.is_dir():
         raise UserError(f"{output} is a file; choose another name for the output folder.")
     if output.exists() and any(output.iterdir()) and not overwrite:

@@ -87,6 +87,8 @@ class DeepDeltaLearning(Residual):
         form, channels = options["form"], options["value_channels"]
         if channels < 1:
             raise ValueError(f"DDL needs at least one value channel, got value_channels={channels}; 1 is the default.")
+        if max(channels, options["kernel_size"], options["gate_hidden_size"] or 0) > 2**16:
+            raise ValueError("DDL's value_channels, kernel_size and gate_hidden_size must not exceed 65,536.")
         if options["kernel_size"] < 2:
             raise ValueError(
                 f"DDL's kernels need at least 2 taps, got kernel_size={options['kernel_size']}; 4 is usual."

@@ -57,6 +57,8 @@ class LocalShortSWA(LocalMixer):
                 f"ShortSWA's window counts the token itself, so it needs at least 2, got window={options['window']}; "
                 'use local_mixer="none" for no local mixing.'
             )
+        if options["window"] > 2**16:
+            raise ValueError(f"ShortSWA is for short windows, up to 65,536 tokens, got window={options['window']}.")
         num_heads, num_kv_heads, head_dim = _heads(
             config, options["num_heads"], options["num_kv_heads"], options["head_dim"]
         )

@@ -34,6 +34,8 @@ SIDE_FILES = (
 
 def check_output(output: Path, source: Path, overwrite: bool) -> None:
     """Raise UserError where `output` may not be written, MachineError where the disk is too full for another copy."""
+    if output.is_symlink():
+        raise UserError(f"The output {output} is a symbolic link: name the folder that it points to.")
     settle_interrupted_swap(output)
     if output.exists() and not output.is_dir():
         raise UserError(f"The output {output} is a file: name a folder.")

@@ -180,6 +180,8 @@ def check(settings: Settings) -> None:
         raise UserError(f"optimisation.betas must be two numbers from 0 to below 1, got {optimisation.betas}.")
     if data.eval_fraction is not None and not 0 < data.eval_fraction < 1:
         raise UserError(f"data.eval_fraction must lie between 0 and 1, got {data.eval_fraction}.")
+    if not 0 <= settings.optimisation.seed < 2**32:
+        raise UserError(f"optimisation.seed must lie between 0 and 2^32 - 1, got {settings.optimisation.seed}.")
     if data.eval_fraction is not None and data.eval is not None:
         raise UserError(
             "data.eval_fraction splits the training text, so it does not go with data.eval: drop one of them."
