@@ -38,7 +38,7 @@ bench: $(VENV)/.dev
 
 install: $(VENV)/.base
 
-# Torch first: plain `torch` would bring gigabytes of CUDA to a machine without a GPU.
+# Torch first, so that its build can be chosen: where the index serves CUDA builds, set TORCH or pip's index options.
 $(VENV)/.base: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --upgrade pip
