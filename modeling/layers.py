@@ -108,3 +108,18 @@ class ZeroLinear(nn.Linear):
         init.zeros_(self.weight)
         if self.bias is not None:
             init.zeros_(self.bias)
+
+
+class QKVGains(nn.Module):
+    """Gains for queries, keys and values on top of the layer's norm: together, a norm for each of the three."""
+
+    def __init__(self, hidden_size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, 1, 1, hidden_size))
+
+    def forward(self, context: Tensor) -> Tensor:
+        """[3, B, T, D] (or [B, T, D], one input for all three) -> [3, B, T, D]"""
+        return self.weight.to(context.dtype) * context
+
+    def reset_parameters(self) -> None:
+        init.ones_(self.weight)

@@ -33,8 +33,8 @@ from .layers import (
     at_least_float32,
 )
 from .masks import create_masks
-from .sequence import LeftContext
-from .variants import build_local_mixer, build_residual, has_local_mixer
+from .sequence import LeftContext, has_local_mixer
+from .variants import build_local_mixer, build_residual
 
 
 def eager_attention_forward(

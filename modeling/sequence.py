@@ -43,6 +43,12 @@ class LocalMixer(nn.Module):
         raise NotImplementedError
 
 
+def has_local_mixer(config, layer_idx: int) -> bool:
+    """Whether this layer has a local sublayer."""
+    layers = config.local_mixer.get("layers")
+    return config.local_mixer["type"] != "none" and (layers is None or layer_idx in layers)
+
+
 class LeftContext(nn.Module):
     """Prepends the `size` entries before x: the cached ones while decoding, zeros before the first token.
 

@@ -1,8 +1,12 @@
 """The menu: what `residual["type"]` and `local_mixer["type"]` may say, and what their other keys mean.
 
-    how the weights are made      along depth           along the sequence
-    fixed                         standard              none
-    attention                     short_swa             short_swa
+    how the weights are made      along depth                                   along the sequence
+    fixed                         standard                                      none
+    learned, static               elc_bert, denseformer, laurel
+    from the newest state         mudd
+    from the sources              dca, attn_res, delta_attn_res
+    attention                     short_swa, vertical_attention                 short_swa
+    parallel streams              hyper_connections, mhc
     rewrite of the state          ddl
 
 Rows are operators, columns are axes; one operator file, short_swa.py, serves both cells of the attention row. The
@@ -18,15 +22,34 @@ from typing import Any
 from torch import nn
 
 from .depth import Residual, Site
+from .depth_attn_res import AttentionResiduals, DeltaAttentionResiduals
+from .depth_dca import DeepCrossAttention
 from .depth_ddl import DeepDeltaLearning
+from .depth_denseformer import DenseFormer
+from .depth_elc_bert import ELCBert
+from .depth_hyper_connections import HyperConnections
+from .depth_laurel import LAuReL
+from .depth_mhc import ManifoldHyperConnections
+from .depth_mudd import MUDDFormer
 from .depth_short_swa import DepthShortSWA
-from .sequence import LocalMixer
+from .depth_vertical_attention import VerticalAttention
+from .sequence import LocalMixer, has_local_mixer
 from .sequence_short_swa import LocalShortSWA
 
 RESIDUALS: dict[str, type[Residual]] = {
     "standard": Residual,
-    "ddl": DeepDeltaLearning,
+    "elc_bert": ELCBert,
+    "denseformer": DenseFormer,
+    "laurel": LAuReL,
+    "vertical_attention": VerticalAttention,
+    "dca": DeepCrossAttention,
+    "mudd": MUDDFormer,
+    "attn_res": AttentionResiduals,
+    "delta_attn_res": DeltaAttentionResiduals,
     "short_swa": DepthShortSWA,
+    "hyper_connections": HyperConnections,
+    "mhc": ManifoldHyperConnections,
+    "ddl": DeepDeltaLearning,
 }
 
 LOCAL_MIXERS: dict[str, type[LocalMixer]] = {
@@ -79,12 +102,6 @@ def build_residual(config, layer_idx: int, site: Site) -> Residual:
     """The residual of one sublayer, or (site "model") the one that opens and closes the stream."""
     options = dict(config.residual)
     return RESIDUALS[options.pop("type")](config, layer_idx, site, **options)
-
-
-def has_local_mixer(config, layer_idx: int) -> bool:
-    """Whether this layer has a local sublayer."""
-    layers = config.local_mixer.get("layers")
-    return config.local_mixer["type"] != "none" and (layers is None or layer_idx in layers)
 
 
 def build_local_mixer(config, layer_idx: int) -> LocalMixer:
