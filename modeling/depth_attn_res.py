@@ -70,8 +70,8 @@ class AttentionResiduals(Residual):
         num_sublayers, size, heads = 2 * config.num_hidden_layers, options["block_size"], options["num_heads"]
         if size is not None and size != 1 and (size % 2 or not 1 <= size <= num_sublayers):
             raise ValueError(
-                f"Attention Residuals need an even block_size of at most {num_sublayers} sublayers (two per layer), or "
-                f"1 for full attention over depth, got {size}; null makes about {USUAL_BLOCKS} blocks."
+                f"Attention Residuals need an even block_size of at most {num_sublayers} sublayers (two per layer), "
+                f"or 1 for full attention over depth, got {size}; null makes about {USUAL_BLOCKS} blocks."
             )
         if heads < 1 or config.hidden_size % heads:
             raise ValueError(

@@ -26,8 +26,8 @@ from .layers import at_least_float32
 class ParallelStreams(Residual):
     """The flow of n streams [B, T, n, D]; a variant brings the `connection`, at the sites "attn" and "mlp".
 
-    A connection takes H and returns read weights [B, T, n], stream mixing weights minus the identity [B, T, n, n] (row:
-    from, column: to), and write weights minus one [B, T, n]. The stream is (mean over streams, H) between blocks; in
+    A connection takes H and returns read weights [B, T, n], stream mixing weights minus the identity [B, T, n, n] (row
+    from, column to), and write weights minus one [B, T, n]. The stream is (mean over streams, H) between blocks; in
     between, the weights follow. The local sublayer reads the mean and adds to all streams.
     """
 
@@ -41,8 +41,8 @@ class ParallelStreams(Residual):
     def check(cls, config, **options: Any) -> None:
         if not 1 <= options["num_streams"] <= config.hidden_size:
             raise ValueError(
-                f"num_streams must lie between 1 and hidden_size={config.hidden_size}, got {options['num_streams']}; 4 "
-                "is usual."
+                f"num_streams must lie between 1 and hidden_size={config.hidden_size}, got {options['num_streams']}; "
+                "4 is usual."
             )
         if options["form"] == "identity" and options["reduce"] == "sum":
             raise ValueError("The identity form reads the mean of its streams at the end: use reduce=mean.")

@@ -1,7 +1,7 @@
 """MUDDFormer: multiway dynamic dense connections.
 
 Source: Xiao et al., arXiv 2502.12170, section 2, and its PyTorch code. With X_i the output of block i, every block
-but the first reads four sums over all earlier outputs, one each for queries, keys, values and the residual (Q, K, V, R):
+but the first reads four sums over all earlier outputs, one each for queries, keys, values and residual (Q, K, V, R):
 
     h = GELU(N(X_i) W1) in R^K        D = h W2 + a in R^{C x (i+1)}        stream_c = sum_j D_cj X_j,  C = 4
 
