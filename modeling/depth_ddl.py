@@ -27,6 +27,7 @@ from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
 from .depth import Residual, Site, Stream
+from .depth_sources import DepthWeights
 from .layers import ZeroLinear, at_least_float32
 from .sequence import LeftContext, taps
 
@@ -164,6 +165,7 @@ class DeltaRule(nn.Module):
         self.k_eps = k_eps
         self.value_from_read = value == "sigmoid"
         self.gate, self.value = self.build(hidden_size, value_channels, beta_init, gate_hidden_size, std)
+        self.weights = DepthWeights()
 
     def build(self, hidden_size, value_channels, beta_init, gate_hidden_size, std) -> tuple[nn.Module, nn.Module]:
         gate = GateLinear(gate_hidden_size or hidden_size, std, math.log(beta_init / (2 - beta_init)))
@@ -177,12 +179,17 @@ class DeltaRule(nn.Module):
             value = 4 * _call(self.value, read).sigmoid() if self.value_from_read else _call(self.value, context)
         scale = torch.rsqrt(update.square().sum(-1, keepdim=True) + self.k_eps**2)  # k = scale * update
         readout = scale * (state * update.unsqueeze(-2)).sum(-1)  # k.X: [B, T, d_v]
-        amount = gate * self.amount(scale, value, readout)  # the write is amount * update
+        written, erased = self.amounts(scale, value, readout)
+        recorded = self.weights(torch.stack([gate.expand_as(written), gate * written, gate * erased]).movedim(-1, 1))
+        amount = (recorded[1] - recorded[2]).movedim(0, -1)  # the write is amount * update
         return state + (amount.unsqueeze(-1) * update.unsqueeze(-2)).to(state.dtype)
 
-    def amount(self, scale: Tensor, value: Tensor, readout: Tensor) -> Tensor:
-        """What to write along k, in units of the update: [B, T, 1], [B, T, d_v], [B, T, d_v] -> [B, T, d_v]"""
-        return scale * (value - readout)
+    def amounts(self, scale: Tensor, value: Tensor, readout: Tensor) -> tuple[Tensor, Tensor]:
+        """What to write along k and what to erase, in units of the update, before the gate.
+
+        [B, T, 1], [B, T, d_v], [B, T, d_v] -> [B, T, d_v] each
+        """
+        return scale * value, scale * readout
 
 
 class CarriedDeltaRule(DeltaRule):
@@ -199,8 +206,8 @@ class CarriedDeltaRule(DeltaRule):
             hidden_size, value_channels, std
         )
 
-    def amount(self, scale: Tensor, value: Tensor, readout: Tensor) -> Tensor:
-        return self.carry + scale * (value - self.erase * readout)
+    def amounts(self, scale: Tensor, value: Tensor, readout: Tensor) -> tuple[Tensor, Tensor]:
+        return self.carry + scale * value, scale * (self.erase * readout)
 
     def reset_parameters(self) -> None:
         init.ones_(self.carry)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .depth import Residual, Site, Stream
-from .layers import Transformer2RMSNorm
+from .depth_sources import DepthWeights, inverse_rms
 from .short_swa import ShortSWA
 
 
@@ -27,10 +27,10 @@ class DepthShortSWA(Residual):
     window: K, block states that a block sees, its own included; None for all of them.
     share_weights: one set of projections for all blocks (the literal form), or one per block.
     num_heads, head_dim: of the depth attention; head_dim None for that of global attention.
-    norm: RMSNorm of the states before the projections.
+    norm: RMSNorm of the states before the projections, without a gain, which they absorb.
     """
 
-    dormant = (r"residual\.mixture\.(norm|swa\.query|swa\.key|swa\.value)\.",)
+    dormant = (r"residual\.mixture\.swa\.(query|key|value)\.",)
 
     def __init__(
         self,
@@ -50,7 +50,8 @@ class DepthShortSWA(Residual):
         self.share_weights = share_weights
         self.reads_depth = site == "attn"  # once per block, after the local sublayer
         if site == ("model" if share_weights else "attn"):
-            self.mixture = DepthRead(
+            depth_read = SharedDepthRead if share_weights else LayerDepthRead
+            self.mixture = depth_read(
                 config, num_heads, head_dim or config.head_dim, self.window, norm, form == "identity"
             )
 
@@ -70,28 +71,62 @@ class DepthShortSWA(Residual):
             return (r"residual\.mixture\.swa\.(query|key)\.",)  # a softmax over one state is a constant
         return () if options["share_weights"] else (r"layers\.0\.attn_residual\.mixture\.swa\.(query|key)\.",)
 
-    def read(self, stream: Stream, block=None, model=None, **tokens: Any) -> tuple[Tensor, Stream]:
+    def read(self, stream: Stream, model=None, **tokens: Any) -> tuple[Tensor, Stream]:
         if not self.reads_depth:
             return stream[0], stream
         state, *history = stream
-        history = [*history, state][-self.window :]
-        mixture = (model if self.share_weights else self).mixture
-        state = state + mixture(*history).to(state.device)
+        update, *history = (model if self.share_weights else self).mixture(state, *history)
+        state = state + update.to(state.device)
         return state, (state, *history)
 
 
 class DepthRead(nn.Module):
-    """The newest of L states of a token reads them all."""
+    """The newest of several states of a token reads them all. No state is normalised itself: see depth_sources."""
 
     def __init__(self, config, num_heads: int, head_dim: int, window: int, norm: bool, zero_output: bool):
         super().__init__()
-        self.norm = Transformer2RMSNorm(config.hidden_size, config.rms_norm_eps) if norm else nn.Identity()
+        self.window, self.eps = window, config.rms_norm_eps if norm else None
         self.swa = ShortSWA(config.hidden_size, num_heads, num_heads, head_dim, window, zero_output)
+        self.weights = DepthWeights()
 
-    def forward(self, *states: Tensor) -> Tensor:
-        """L times [B, T, D], oldest first -> [B, T, D]"""
-        states = [self.norm(state) for state in states]
-        query = self.swa.query(states[-1]).unsqueeze(-2)
-        key = torch.stack([self.swa.key(state) for state in states], dim=-2)  # of width H d, not D
-        value = torch.stack([self.swa.value(state) for state in states], dim=-2)
-        return self.swa.attend(query, key, value).squeeze(-2)
+    def scale(self, state: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, 1], what the norm multiplies a state by"""
+        return torch.ones_like(state[..., :1]) if self.eps is None else inverse_rms(state, self.eps)
+
+    def attend(self, query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+        """Projections of width H d, [B, T, H d] each, oldest first -> [B, T, D]"""
+        key, value = torch.stack(keys, dim=-2), torch.stack(values, dim=-2)
+        return self.swa.attend(query.unsqueeze(-2), key, value, self.record).squeeze(-2)
+
+    def record(self, weights: Tensor) -> None:
+        """[B, T, H, K] -> recorded as [H, K, B, T]"""
+        self.weights(weights.movedim((-2, -1), (0, 1)))
+
+
+class LayerDepthRead(DepthRead):
+    """Projections of one block: it keeps the states, and what their norm multiplies them by."""
+
+    def forward(self, state: Tensor, *history: Tensor) -> tuple[Tensor, ...]:
+        """The newest state, earlier states and their scales -> the read [B, T, D], states, scales"""
+        count = len(history) // 2
+        states = [*history[:count], state][-self.window :]
+        scales = [*history[count:], self.scale(state)][-self.window :]
+        pairs = list(zip(states, scales, strict=True))
+        query = (self.swa.query(state) * scales[-1]).to(state.dtype)
+        keys = [(self.swa.key(x) * scale).to(x.dtype) for x, scale in pairs]
+        values = [(self.swa.value(x) * scale).to(x.dtype) for x, scale in pairs]
+        return self.attend(query, keys, values), *states, *scales
+
+
+class SharedDepthRead(DepthRead):
+    """Projections shared by all blocks: it keeps the keys and values, made once per state."""
+
+    def forward(self, state: Tensor, *history: Tensor) -> tuple[Tensor, ...]:
+        """The newest state, earlier keys and values -> the read [B, T, D], keys, values"""
+        count, scale = len(history) // 2, self.scale(state)
+        query, key, value = (
+            (project(state) * scale).to(state.dtype) for project in (self.swa.query, self.swa.key, self.swa.value)
+        )
+        keys = [*history[:count], key][-self.window :]
+        values = [*history[count:], value][-self.window :]
+        return self.attend(query, keys, values), *keys, *values

@@ -21,7 +21,8 @@ class DepthWeights(nn.Module):
     """Passes the weights of a read on, so that `output_depth_weights=True` can record them.
 
     [G, n, B, T] (or broadcastable to it): what n sources, oldest first, count for in each of G groups (heads, or the
-    inputs for queries, keys, values and residual).
+    inputs for queries, keys, values and residual). DDL records [3, d_v, B, T]: its gate, and what multiples of the
+    sublayer's output it wrote to and erased from each channel.
     """
 
     def forward(self, weights: Tensor) -> Tensor:

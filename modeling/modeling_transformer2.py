@@ -15,7 +15,6 @@ from transformers.modeling_layers import (
     GenericForTokenClassification,
     GradientCheckpointingLayer,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
@@ -25,6 +24,7 @@ from .caches import repair
 from .compat import CACHE_FIELD, cache_field, takes_either_cache_name
 from .configuration_transformer2 import Transformer2Config
 from .depth import Stream
+from .depth_sources import DepthWeights
 from .layers import (
     Transformer2MLP,
     Transformer2RMSNorm,
@@ -33,6 +33,7 @@ from .layers import (
     at_least_float32,
 )
 from .masks import create_masks
+from .outputs import Transformer2CausalLMOutput, Transformer2ModelOutput
 from .sequence import LeftContext, has_local_mixer
 from .variants import build_local_mixer, build_residual
 
@@ -184,7 +185,11 @@ class Transformer2PreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
-    _can_record_outputs = {"hidden_states": Transformer2DecoderLayer, "attentions": Transformer2Attention}
+    _can_record_outputs = {
+        "hidden_states": Transformer2DecoderLayer,
+        "attentions": Transformer2Attention,
+        "depth_weights": DepthWeights,
+    }
 
     def _init_weights(self, module: nn.Module) -> None:
         if type(module).__module__.startswith("torch.") or not hasattr(module, "reset_parameters"):
@@ -247,12 +252,13 @@ class Transformer2Model(Transformer2PreTrainedModel):
         use_cache: bool | None = None,
         seq_idx: Tensor | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
+    ) -> Transformer2ModelOutput:
         """input_ids [B, T] (or inputs_embeds [B, T, D]) -> last_hidden_state [B, T, D], with the cache.
 
         attention_mask [B, past + T] marks padding with 0, and may be what `create_masks_for_generate` returned. Rows
         that pack several documents say so by `position_ids` that start again (without a mask), or by `seq_idx`
-        [B, T], the number of each token's document.
+        [B, T], the number of each token's document. output_depth_weights=True returns what the residuals weighted
+        earlier states by, one tensor per read, see `DepthWeights`.
         """
         if (input_ids is None) ^ (inputs_embeds is not None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
@@ -287,7 +293,7 @@ class Transformer2Model(Transformer2PreTrainedModel):
                 **kwargs,
             )
         hidden_states = self.norm(self.residual.close(stream, cache=cache, **tokens))
-        return BaseModelOutputWithPast(last_hidden_state=hidden_states, **cache_field(cache))
+        return Transformer2ModelOutput(last_hidden_state=hidden_states, **cache_field(cache))
 
 
 class Transformer2ForCausalLM(Transformer2PreTrainedModel, GenerationMixin):
@@ -318,13 +324,13 @@ class Transformer2ForCausalLM(Transformer2PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> Transformer2CausalLMOutput:
         """As `Transformer2Model.forward` -> logits [B, T, vocabulary], and the loss where `labels` [B, T] are given.
 
         labels: token ids, -100 where there is no target; they are shifted here. logits_to_keep: only the last so many
         logits, or those at the given indices (0: all of them).
         """
-        outputs: BaseModelOutputWithPast = self.model(
+        outputs: Transformer2ModelOutput = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -338,11 +344,12 @@ class Transformer2ForCausalLM(Transformer2PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
+        return Transformer2CausalLMOutput(
             loss=loss,
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            depth_weights=outputs.depth_weights,
             **cache_field(outputs.get(CACHE_FIELD)),
         )
 

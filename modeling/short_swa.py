@@ -7,6 +7,9 @@ Source: Residual Stream Duality (arXiv 2603.16039), sections 2.2 and 2.4. Along 
 once; along depth the layers arrive one after another, so the depth read is the decoding step of the same operator.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,6 +26,7 @@ def windowed_attention(
     valid: Tensor | None = None,
     reach: Tensor | None = None,
     seq_idx: Tensor | None = None,
+    record: Callable[[Tensor], Any] | None = None,
 ) -> Tensor:
     """Causal attention of every query over the last `window` entries of the second-to-last axis, itself included.
 
@@ -32,6 +36,7 @@ def windowed_attention(
     valid [..., K]: false for keys that do not exist (padding, before the start). A query always sees itself.
     reach [..., Q]: how many earlier entries each query may look back at most (chunk-aligned windows).
     seq_idx [..., K]: entries of different packed documents do not see each other.
+    record: for one step (Q = 1), is told the weights [..., H, K].
 
     No T x T matrix is ever built: long inputs go block by block, O(Q * window) in time and memory.
     """
@@ -43,7 +48,7 @@ def windowed_attention(
         seq_idx = seq_idx[..., surplus:] if seq_idx is not None else None
         num_keys -= surplus
     if num_queries == 1:
-        return _one_step(query, key, value, valid, reach, seq_idx)
+        return _one_step(query, key, value, valid, reach, seq_idx, record)
     if num_queries <= 2 * window:
         distance = _distances(num_queries, num_keys, query.device)
         mask = _visible(distance, window, valid, reach, seq_idx, seq_idx)
@@ -78,7 +83,7 @@ def _attend(query, key, value, mask) -> Tensor:
     )
 
 
-def _one_step(query, key, value, valid, reach, seq_idx) -> Tensor:
+def _one_step(query, key, value, valid, reach, seq_idx, record) -> Tensor:
     """Q = 1: the keys are the window. Elementwise, because depth reads have B * T of these tiny attentions."""
     groups, dtype = query.shape[-3] // key.shape[-3], value.dtype
     if groups > 1:
@@ -89,7 +94,10 @@ def _one_step(query, key, value, valid, reach, seq_idx) -> Tensor:
         distance = _distances(1, key.shape[-2], query.device)
         visible = _visible(distance, key.shape[-2], valid, reach, seq_idx, seq_idx)  # [..., 1, K]
         scores = scores.masked_fill(~visible, float("-inf"))
-    return (scores.softmax(-1).unsqueeze(-1) * value).sum(-2, keepdim=True).to(dtype)
+    weights = scores.softmax(-1)
+    if record is not None:
+        record(weights)
+    return (weights.unsqueeze(-1) * value).sum(-2, keepdim=True).to(dtype)
 
 
 def _blocked(query, key, value, window, valid, reach, seq_idx) -> Tensor:
@@ -145,9 +153,10 @@ class ShortSWA(nn.Module):
         """[..., H, N, d] -> [..., N, D]"""
         return self.output(mixed.transpose(-2, -3).flatten(-2))
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, record: Callable | None = None) -> Tensor:
         """Projections [..., Q, H d], [..., K, G d] and [..., K, G d], the last of each aligned -> [..., Q, D]"""
-        return self.merge(windowed_attention(self.split(query), self.split(key), self.split(value), self.window))
+        query, key, value = self.split(query), self.split(key), self.split(value)
+        return self.merge(windowed_attention(query, key, value, self.window, record=record))
 
     def forward(self, query: Tensor, entries: Tensor) -> Tensor:
         """query [..., Q, D] over entries [..., K, D], ordered, the last of both aligned -> [..., Q, D]"""

@@ -72,6 +72,45 @@ RESIDUALS: dict[str, Any] = {
         "gate_hidden_size": 8,
     },
     "ddl_identity_cc": {"type": "ddl", "form": "identity", "value_channels": 4},
+    "elc_bert": "elc_bert",
+    "elc_bert_base": {
+        "type": "elc_bert",
+        "start": "last",
+        "mlp_reads": "attention",
+        "normalize": True,
+        "final_read": False,
+    },
+    "elc_bert_identity": {"type": "elc_bert", "form": "identity"},
+    "denseformer": {"type": "denseformer"},
+    "denseformer_2x1": {"type": "denseformer", "form": "identity", "dilation": 2},
+    "denseformer_1x2": {"type": "denseformer", "period": 2},
+    "vertical": {"type": "vertical_attention", "key_dim": 8},
+    "vertical_identity": {"type": "vertical_attention", "form": "identity", "key_dim": 8},
+    "vertical_static": {"type": "vertical_attention", "form": "identity", "weights": "static"},
+    "dca": {"type": "dca"},
+    "dca_window": {"type": "dca", "form": "identity", "window": 1, "key_norm": True},
+    "dca_v2_one_input": {"type": "dca", "grn": "v2", "split_qkv": False},
+    "mudd": {"type": "mudd"},
+    "mudd_static": {"type": "mudd", "form": "identity", "dynamic": False, "separate_norms": False},
+    "mudd_prepost": {"type": "mudd", "form": "identity", "prepost_norm": True, "expand_last": True, "round64": True},
+    "attn_res": {"type": "attn_res"},
+    "attn_res_full": {
+        "type": "attn_res",
+        "block_size": 1,
+        "num_heads": 4,
+        "key_norm": False,
+        "final_read": False,
+    },
+    "attn_res_identity": {"type": "attn_res", "form": "identity", "block_size": 4, "num_heads": 2},
+    "delta_attn_res": {"type": "delta_attn_res", "block_size": 1},
+    "delta_attn_res_identity": {"type": "delta_attn_res", "form": "identity"},
+    "hyper": {"type": "hyper_connections"},
+    "hyper_static": {"type": "hyper_connections", "form": "identity", "dynamic": False, "num_streams": 3},
+    "hyper_identity": {"type": "hyper_connections", "form": "identity", "num_streams": 7},
+    "mhc": {"type": "mhc"},
+    "mhc_identity": {"type": "mhc", "form": "identity", "num_streams": 3},
+    "laurel": {"type": "laurel", "rank": 4},
+    "laurel_all": {"type": "laurel", "form": "identity", "rank": 4, "previous": 3},
     "depth_swa": {"type": "short_swa", "window": 2},
     "depth_swa_layers": {"type": "short_swa", "window": None, "share_weights": False, "num_heads": 2, "norm": False},
     "depth_swa_identity": {"type": "short_swa", "form": "identity"},
@@ -83,7 +122,13 @@ LOCAL_MIXERS: dict[str, Any] = {
     "swa_chunk": {"type": "short_swa", "window": 3, "mask": "chunk", "rope": False, "layers": [0, 2]},
     "swa_identity": {"type": "short_swa", "form": "identity", "window": 2, "num_heads": 4, "num_kv_heads": 1},
 }
-IDENTITY_RESIDUALS = ["standard", "ddl_identity", "ddl_identity_tc_ec", "ddl_identity_cc", "depth_swa_identity"]
+IDENTITY_RESIDUALS = [
+    name
+    for name, residual in RESIDUALS.items()
+    if residual == "standard" or (isinstance(residual, dict) and residual.get("form") == "identity")
+]
+ALMOST_IDENTITY = ["mhc_identity"]  # up to rounding, see depth_mhc.py
+EXACT_RESIDUALS = [name for name in IDENTITY_RESIDUALS if name not in ALMOST_IDENTITY]
 IDENTITY_MIXERS = ["none", "swa_identity"]
 # One line per case of the contract tests: every residual and every mixer, and some pairs.
 CASES: list[tuple[str, str]] = [
@@ -93,7 +138,19 @@ CASES: list[tuple[str, str]] = [
     ("ddl_tc_ec", "swa"),
     ("ddl_cc", "swa_chunk"),
     ("depth_swa", "swa"),
+    ("elc_bert", "swa"),
+    ("denseformer", "swa_chunk"),
+    ("dca", "swa_chunk"),
+    ("mudd", "swa_chunk"),
+    ("attn_res", "swa"),
+    ("hyper", "swa"),
     ("ddl_identity_tc_ec", "swa_identity"),
+]
+# What goes through a cache: every mixer with the residuals that keep states of their own there, two with the others.
+PAIRS: list[tuple[str, str]] = [
+    (residual, mixer)
+    for residual in RESIDUALS
+    for mixer in (LOCAL_MIXERS if residual == "standard" or residual.startswith("ddl") else ("none", "swa_chunk"))
 ]
 
 

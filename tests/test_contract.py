@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import CASES, LOCAL_MIXERS, RESIDUALS, SIZE, case, is_new, tokens
+from helpers import CASES, PAIRS, SIZE, case, is_new, tokens
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import StaticLayer
 
@@ -16,9 +16,7 @@ from transformer2.depth import Residual
 from transformer2.variants import RESIDUALS as RESIDUAL_CLASSES
 
 every_case = pytest.mark.parametrize(("residual", "mixer"), CASES, ids=["-".join(names) for names in CASES])
-every_pair = pytest.mark.parametrize(
-    ("residual", "mixer"), [(r, m) for r in RESIDUALS for m in LOCAL_MIXERS], ids=lambda name: name
-)
+every_pair = pytest.mark.parametrize(("residual", "mixer"), PAIRS, ids=["-".join(names) for names in PAIRS])
 
 
 def idle_patterns(model):

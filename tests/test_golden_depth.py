@@ -155,8 +155,8 @@ def test_deep_cross_attention(golden):
         mixture.b = torch.nn.Parameter(torch.empty_like(golden[f"b.{name}"]))  # fewer sources in `flow_first_last`
         assign(mixture, b=golden[f"b.{name}"], w=golden[f"w.{name}"], norm=golden[f"norm.{name}"])
     # The reference keeps the first k and the last k outputs and forgets those in between, which is not ours to offer.
+    k = golden.k
     for residual in depth.owners():
-        k = golden.k
         residual.keep = lambda sources: sources if len(sources) <= 2 * k else [*sources[:k], *sources[-k:]]
         if hasattr(residual, "mixture"):
             residual.mixture.register_forward_pre_hook(lambda _, args: (sum(args[1:]), *args[1:]))
@@ -230,9 +230,7 @@ def test_muddformer(golden):
     reads, _, final = depth.run(golden["x0"], lambda layer, site, _: update[site][layer])
     ours = {"final": final, "attn_in.1": rms_norm(reads[0], golden["attn_norm.1"], golden.norm_eps)}
     for layer in range(golden.L):
-        ours[f"ffn_in.{layer + 1}"] = rms_norm(
-            reads[2 * layer + 1], golden[f"ffn_norm.{layer + 1}"], golden.norm_eps
-        )
+        ours[f"ffn_in.{layer + 1}"] = rms_norm(reads[2 * layer + 1], golden[f"ffn_norm.{layer + 1}"], golden.norm_eps)
         ours[f"dw.{layer + 1}"] = weights[layer + 1][0].permute(0, 2, 3, 1)
         if layer:
             contexts = depth.sites[layer, "attn"].condition(rms_norm(reads[2 * layer], 1.0, golden.norm_eps))

@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from helpers import IDENTITY_MIXERS, IDENTITY_RESIDUALS, LOCAL_MIXERS, RESIDUALS, SIZE, is_new, tiny_llama, tokens
+from helpers import (
+    ALMOST_IDENTITY,
+    EXACT_RESIDUALS,
+    IDENTITY_MIXERS,
+    LOCAL_MIXERS,
+    RESIDUALS,
+    SIZE,
+    is_new,
+    tiny_llama,
+    tokens,
+)
 from transformers import (
     LlamaConfig,
     LlamaForQuestionAnswering,
@@ -102,11 +112,21 @@ def test_standard_is_llama_for_every_backend(attention):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("scale", [1.0, 8.0], ids=["small", "large"])
 @pytest.mark.parametrize("mixer", IDENTITY_MIXERS)
-@pytest.mark.parametrize("residual", IDENTITY_RESIDUALS)
+@pytest.mark.parametrize("residual", EXACT_RESIDUALS)
 def test_identity_forms_start_as_llama(residual, mixer, scale, dtype):
     llama = tiny_llama(dtype=dtype, scale=scale, head_dim=12, attention_bias=True, mlp_bias=True)
     model = retrofit(llama, RESIDUALS[residual], LOCAL_MIXERS[mixer], dtype)
     assert_same_function(llama, model)
+
+
+@pytest.mark.parametrize("scale", [1.0, 8.0], ids=["small", "large"])
+@pytest.mark.parametrize("mixer", IDENTITY_MIXERS)
+@pytest.mark.parametrize("residual", ALMOST_IDENTITY)
+def test_some_start_as_llama_up_to_rounding(residual, mixer, scale):
+    llama = tiny_llama(scale=scale, head_dim=12, attention_bias=True, mlp_bias=True)
+    model = retrofit(llama, RESIDUALS[residual], LOCAL_MIXERS[mixer], torch.float32)
+    theirs, ours = llama(tokens(2, 40)).logits, model(tokens(2, 40)).logits
+    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 4, 8])
@@ -120,7 +140,7 @@ def test_every_width_of_the_state_starts_as_llama(channels):
         assert_same_function(llama, model.to(dtype), position=50)
 
 
-@pytest.mark.parametrize("residual", IDENTITY_RESIDUALS)
+@pytest.mark.parametrize("residual", EXACT_RESIDUALS)
 def test_hidden_states_start_as_llamas(residual):
     llama = tiny_llama()
     model = retrofit(llama, RESIDUALS[residual], LOCAL_MIXERS["swa_identity"], torch.float32)
@@ -134,7 +154,7 @@ def test_hidden_states_start_as_llamas(residual):
 def test_a_llama_folder_loads_as_an_identity(llama_folder):
     """`from_pretrained` on a plain Llama with our configuration needs no conversion and changes nothing."""
     fields = {k: v for k, v in LlamaConfig.from_pretrained(llama_folder).to_dict().items() if k in SIZE}
-    for residual in IDENTITY_RESIDUALS:
+    for residual in EXACT_RESIDUALS:
         config = Transformer2Config(**fields, residual=RESIDUALS[residual], local_mixer=LOCAL_MIXERS["swa_identity"])
         model, info = Transformer2ForCausalLM.from_pretrained(llama_folder, config=config, output_loading_info=True)
         assert not info["unexpected_keys"]

@@ -141,7 +141,8 @@ class TestDuality:
         model(tokens())
         stack = torch.stack(entering)  # [L, B, T, D]
         mixture = model.model.residual.mixture
-        rows = mixture.norm(stack.permute(1, 2, 0, 3).flatten(0, 1))
+        rows = stack.permute(1, 2, 0, 3).flatten(0, 1)
+        rows = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + model.config.rms_norm_eps)
         one_shot = mixture.swa(rows, rows).unflatten(0, stack.shape[1:3]).permute(2, 0, 1, 3)
         torch.testing.assert_close(torch.stack(reads), stack + one_shot, atol=1e-12, rtol=1e-12)
 
@@ -160,7 +161,7 @@ def test_depth_history_is_truncated():
     for layer in model.model.layers:
         layer.register_forward_hook(lambda _, __, out: widths.append(len(out)))
     model(tokens())
-    assert widths == [2, 3, 3, 3, 3, 3]  # the state, and at most two of the states that entered blocks
+    assert widths == [3, 5, 5, 5, 5, 5]  # the state, and at most two keys and two values
 
 
 def test_depth_window_by_hand():
@@ -175,8 +176,10 @@ def test_depth_window_by_hand():
         layer.input_layernorm.register_forward_pre_hook(lambda _, args: outputs.append(args[0]))
     model(tokens())
     for index, layer in enumerate(model.model.layers):
-        swa, norm = layer.attn_residual.mixture.swa, layer.attn_residual.mixture.norm
-        window = [norm(h) for h in states[max(0, index - 2) : index + 1]]
+        swa, eps = layer.attn_residual.mixture.swa, model.config.rms_norm_eps
+        window = [
+            h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps) for h in states[max(0, index - 2) : index + 1]
+        ]
         heads = []
         for h in range(2):
             rows = slice(5 * h, 5 * h + 5)
