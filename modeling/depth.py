@@ -8,7 +8,7 @@ the final norm:
     stream = residual.open(embeddings)
     for each sublayer:
         read, stream = residual.read(stream)             Compress
-        context = residual.condition(norm(read))
+        context = norm(read, residual.gain())
         update = sublayer(context)                       Process
         stream = residual.write(stream, update, read, context)    Rewrite
     hidden_states = residual.close(stream)
@@ -72,12 +72,9 @@ class Residual(nn.Module):
         """
         return stream[0], stream
 
-    def condition(self, context: Tensor) -> Tensor:
-        """The normalised input of the sublayer, [B, T, D] or [3, B, T, D] as it was read, on its way there.
-
-        For variants with norms of their own for queries, keys and values: gains on top of the layer's norm.
-        """
-        return context
+    def gain(self) -> Tensor | None:
+        """A gain of the sublayer's norm on top of its own, [3, 1, 1, D] for queries, keys and values, or none."""
+        return None
 
     def write(self, stream: Stream, update: Tensor, read: Tensor, context: Tensor, **tokens: Any) -> Stream:
         """The stream after the sublayer turned its normalised input `context` into `update`, both [B, T, D]."""

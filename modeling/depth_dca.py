@@ -74,8 +74,8 @@ class DeepCrossAttention(BlockIncrements):
                 "zero start, ever; use activation=gelu, or grn=v2."
             )
 
-    def condition(self, context: Tensor) -> Tensor:
-        return context if self.gains is None else self.gains(context)
+    def gain(self) -> Tensor | None:
+        return None if self.gains is None else self.gains()
 
     def keep(self, sources: list[Tensor]) -> list[Tensor]:
         if self.window is None or len(sources) <= self.window + 2:

@@ -81,8 +81,8 @@ class MUDDFormer(Residual):
         query, key, value, residual = streams
         return torch.stack([query, key, value]), (residual, *sources, source)
 
-    def condition(self, context: Tensor) -> Tensor:
-        return context if self.gains is None else self.gains(context)
+    def gain(self) -> Tensor | None:
+        return None if self.gains is None else self.gains()
 
 
 class MultiwayMixture(nn.Module):

@@ -25,11 +25,12 @@ class Transformer2RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size))
         self.eps = eps
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., D] -> [..., D]"""
+    def forward(self, hidden_states: Tensor, gain: Tensor | None = None) -> Tensor:
+        """[..., D] -> [..., D]; `gain`, broadcastable to it, comes on top of the norm's own"""
+        weight = self.weight if gain is None else (self.weight * gain).to(self.weight.dtype)
         wide = hidden_states.to(at_least_float32(hidden_states.dtype))
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(hidden_states.dtype)
+        return weight * wide.to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
@@ -117,9 +118,9 @@ class QKVGains(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(3, 1, 1, hidden_size))
 
-    def forward(self, context: Tensor) -> Tensor:
-        """[3, B, T, D] (or [B, T, D], one input for all three) -> [3, B, T, D]"""
-        return self.weight.to(context.dtype) * context
+    def forward(self) -> Tensor:
+        """-> [3, 1, 1, D]"""
+        return self.weight
 
     def reset_parameters(self) -> None:
         init.ones_(self.weight)

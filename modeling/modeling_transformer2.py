@@ -155,7 +155,7 @@ class Transformer2DecoderLayer(GradientCheckpointingLayer):
 
         # Self Attention
         residual, stream = self.attn_residual.read(stream, **tokens)
-        hidden_states = self.attn_residual.condition(self.input_layernorm(residual))
+        hidden_states = self.input_layernorm(residual, self.attn_residual.gain())
         update, _ = self.self_attn(
             hidden_states,
             attention_mask=attention_mask,
@@ -167,7 +167,7 @@ class Transformer2DecoderLayer(GradientCheckpointingLayer):
 
         # Fully Connected
         residual, stream = self.mlp_residual.read(stream, **tokens)
-        hidden_states = self.mlp_residual.condition(self.post_attention_layernorm(residual))
+        hidden_states = self.post_attention_layernorm(residual, self.mlp_residual.gain())
         update = self.mlp(hidden_states)
         return self.mlp_residual.write(stream, update, residual, hidden_states, **tokens)
 

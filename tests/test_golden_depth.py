@@ -12,6 +12,7 @@ from transformer2.depth_hyper_connections import DynamicConnection, HyperConnect
 from transformer2.depth_mhc import ManifoldConnection, ManifoldHyperConnections
 from transformer2.depth_mudd import MultiwayMixture
 from transformer2.depth_sources import DepthWeights
+from transformer2.layers import Transformer2RMSNorm
 from transformer2.variants import build_residual, resolve
 
 
@@ -233,7 +234,8 @@ def test_muddformer(golden):
         ours[f"ffn_in.{layer + 1}"] = rms_norm(reads[2 * layer + 1], golden[f"ffn_norm.{layer + 1}"], golden.norm_eps)
         ours[f"dw.{layer + 1}"] = weights[layer + 1][0].permute(0, 2, 3, 1)
         if layer:
-            contexts = depth.sites[layer, "attn"].condition(rms_norm(reads[2 * layer], 1.0, golden.norm_eps))
+            norm = Transformer2RMSNorm(golden.D, golden.norm_eps)
+            contexts = norm(reads[2 * layer], depth.sites[layer, "attn"].gain())
             ours.update({f"attn_in_{name}.{layer + 1}": contexts[i] for i, name in enumerate("qkv")})
     golden.check(ours)
 
