@@ -105,7 +105,7 @@ def reference(model, parameters: dict[str, Tensor], ids: Tensor, **changes: Any)
 
 
 def check(model) -> None:
-    ids, parameters = tokens(2, 7), leaves(model)
+    ids, parameters = tokens(2, 6), leaves(model)
     logits, expected = model(ids).logits, reference(model, parameters, ids)
     assert expected.dtype == torch.float64
     torch.testing.assert_close(logits, expected, atol=1e-9, rtol=1e-9)
@@ -233,7 +233,7 @@ QUIET_MISTAKES: list[tuple[dict, dict]] = [
 
 
 def difference(model, changes: dict, parameters: tuple[str, Callable] | None) -> float:
-    ids, changed = tokens(2, 7), leaves(model)
+    ids, changed = tokens(2, 6), leaves(model)
     if parameters is not None:
         pattern, change = parameters
         matching = [key for key in changed if re.search(pattern, key)]
