@@ -224,8 +224,8 @@ LOCAL_MISTAKES: list[tuple[dict, dict, tuple[str, Callable] | None]] = [
     ({"type": "elc_bert"}, {"local_mixer": {**LOCAL, "window": 3}}, None),
     ({"type": "attn_res"}, {"local_mixer": {**LOCAL, "window": 5}}, None),
 ]
-# A factor on all that a norm reads: the norm undoes it but for its eps. Equality to 1e-9 sees the rest.
-QUIET_MISTAKES: list[tuple[dict, dict]] = [
+# A factor on all that a norm reads: the norm undoes it but for its eps, so that has to be large.
+MISTAKES_BEHIND_A_NORM: list[tuple[dict, dict]] = [
     ({"type": "attn_res"}, {"form": "identity"}),
     ({"type": "hyper_connections"}, {"reduce": "mean"}),
     ({"type": "mhc"}, {"reduce": "sum"}),
@@ -253,9 +253,9 @@ def test_mistakes_of_the_local_sublayer_show(residual, changes, parameters):
     assert difference(model_of(residual, LOCAL), changes, parameters) > 1e-3
 
 
-@pytest.mark.parametrize(("residual", "changes"), QUIET_MISTAKES, ids=name)
+@pytest.mark.parametrize(("residual", "changes"), MISTAKES_BEHIND_A_NORM, ids=name)
 def test_mistakes_behind_a_norm_show(residual, changes):
-    assert difference(model_of(residual), changes, None) > 1e-7
+    assert difference(model_of(residual, rms_norm_eps=1e-2), changes, None) > 1e-3
 
 
 STARTS: list[tuple[dict, str, list[float]]] = [
