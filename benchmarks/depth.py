@@ -5,7 +5,7 @@
 Time: forward, and forward + backward, of a whole model of width 768 over 512 tokens in float32. A variant and
 `standard` take turns in the same process, and the figure is the median over rounds of their ratio: CPU seconds, one
 thread. Memory: what autograd has saved at the end of the forward pass, parameters left out, in units of one [B, T, D]
-tensor in float32 and per layer (width 128, 64 tokens; from 8 to 16 layers), with and without checkpointing every layer.
+tensor in float32 and per layer (width 128, 64 tokens, from 8 to 16 layers), also with every layer checkpointed.
 Writes OUT.json, OUT.md and OUT.png.
 """
 

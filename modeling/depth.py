@@ -33,13 +33,12 @@ class Residual(nn.Module):
 
     Also the interface of its variants: override what differs. One instance per sublayer (site "local", "attn" or
     "mlp", which `read` and `write`) and one per model (site "model" of layer `num_hidden_layers`, which `open` and
-    `close`). The local sublayer only ever adds to the state, whatever the variant. Options are the keyword-only
+    `close`). The local sublayer reads and adds to the running state, whatever the variant: its update is part of the
+    newest state where states are read, and of attention's output where outputs are. Options are the keyword-only
     arguments of the constructor; `check` refuses bad values.
     """
 
-    keep_in_float32: tuple[
-        str, ...
-    ] = ()  # modules of the model whose parameters stay float32 in a half-precision model
+    keep_in_float32: tuple[str, ...] = ()  # modules whose parameters stay float32 in a half-precision model
     dormant: tuple[str, ...] = ()  # patterns of parameters without gradient at the first step of the identity form
 
     def __init__(self, config, layer_idx: int, site: Site):

@@ -10,9 +10,11 @@ heads: "Multi-Head Attention Residuals", arXiv 2607.27230. With v_0 the embeddin
 
 where r is the plain sum of all v and n the number of sources. The identity forms are our extension: exactly r for a
 zero query. The paper form then reads the mean r / n, which an RMSNorm undoes but for its eps (RMSNorm(r/n; eps) =
-RMSNorm(r; n^2 eps)): close to the plain Transformer, never equal to it. One more read precedes the final norm.
+RMSNorm(r; n^2 eps)): close to the plain Transformer, never equal to it. The first sublayer reads the embeddings.
+Attention Residuals have one more read before the final norm, the delta form has none.
 
-Blocks: the sources are v_0, the sums of completed blocks of sublayers, and the sum so far of the running one.
+Blocks: the sources are v_0, the sums of completed blocks of sublayers, and the sum so far of the running one, for both
+papers' forms (the delta paper's code differs in its blocks).
 """
 
 from typing import Any, Literal
@@ -36,12 +38,13 @@ class AttentionResiduals(Residual):
     block_size: sublayers per block (two per layer), 1 for full attention over depth, None for about 8 blocks.
     num_heads: slices of the features with a softmax each.
     key_norm: RMSNorm, with a gain, of the sources before the query.
-    final_read: a last read before the final norm; otherwise that takes the running sum.
+    final_read: a last read before the final norm, which otherwise takes the running sum; None for what is published.
     """
 
     keep_in_float32 = ("residual", "attn_residual", "mlp_residual")
     dormant = (r"residual\.mixture\.gain$",)
     adds = False  # delta: the average comes on top of the running sum
+    published_final_read = True
 
     def __init__(
         self,
@@ -53,7 +56,7 @@ class AttentionResiduals(Residual):
         block_size: int | None = None,
         num_heads: int = 1,
         key_norm: bool = True,
-        final_read: bool = True,
+        final_read: bool | None = None,
     ):
         super().__init__(config, layer_idx, site)
         num_sublayers = 2 * config.num_hidden_layers
@@ -61,6 +64,7 @@ class AttentionResiduals(Residual):
         self.num_heads, self.eps = num_heads, config.rms_norm_eps if key_norm else None
         self.index = 2 * layer_idx + (site == "mlp")  # sublayers before this one
         self.after_local = site == "attn" and has_local_mixer(config, layer_idx)
+        final_read = self.published_final_read if final_read is None else final_read
         self.mixture = None
         if (site in ("attn", "mlp") and self.index > 0) or (site == "model" and final_read):
             self.mixture = SourceAttention(config.hidden_size, num_heads, key_norm, form == "identity", self.adds)
@@ -116,6 +120,7 @@ class DeltaAttentionResiduals(AttentionResiduals):
     """
 
     adds = True
+    published_final_read = False
 
 
 class SourceAttention(nn.Module):

@@ -36,7 +36,7 @@ class DeepCrossAttention(BlockIncrements):
     window: k, the newest block outputs kept apart from the sum of the others; None for all.
     activation: of v3; the paper's "relu" never learns from the start that the paper prescribes.
     split_qkv: one sum each for queries, keys and values, with norm gains of their own, or one for all.
-    key_norm: RMSNorm of the sources before w (not in the paper).
+    key_norm: RMSNorm, with a gain, of the sources before w (not in the paper).
     """
 
     def __init__(

@@ -4,9 +4,9 @@ Source: Menghani et al., arXiv 2411.07501, section 2. A sublayer with output f a
 
     RW:  a f + b x          two scalars                             a = b = 1 at first
     LR:  f + x + B A x      a low-rank map of the skip              B = 0 at first
-    PA:  f + x + sum_j c_j x_(l - j)        the last states         c = 0 at first
+    PA:  f + x + sum_j c_j x_j              the last states, oldest first    c = 0 at first
 
-or any sum of them: a f + b (x + B A x + sum_j c_j x_(l - j)). Both forms start as the plain Transformer. PA reads the
+or any sum of them: a f + b (x + B A x + sum_j c_j x_j). Both forms start as the plain Transformer. PA reads the
 earlier states themselves, without the low-rank maps that the paper also offers for them.
 """
 

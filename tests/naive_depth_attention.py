@@ -87,7 +87,8 @@ def attention_residuals(p: Parameters, sizes: Sizes, options: dict, ids: Tensor,
         u = llama.local(layer, sum(updates, embeddings))
         updates.append(u + llama.attention(layer, read(f"model.layers.{layer}.attn_residual") + u))
         updates.append(llama.mlp(layer, read(f"model.layers.{layer}.mlp_residual")))
-    return llama.logits(read("model.residual") if options["final_read"] else sum(updates, embeddings))
+    final_read = options["final_read"] if options["final_read"] is not None else not delta  # as published
+    return llama.logits(read("model.residual") if final_read else sum(updates, embeddings))
 
 
 def attn_res(p: Parameters, sizes: Sizes, options: dict, ids: Tensor) -> Tensor:
@@ -109,7 +110,7 @@ def short_swa(p: Parameters, sizes: Sizes, options: dict, ids: Tensor) -> Tensor
         name = "model.residual" if options["share_weights"] else f"model.layers.{layer}.attn_residual"
         seen = states if options["window"] is None else states[-options["window"] :]
         if options["norm"]:
-            seen = [p[f"{name}.mixture.norm.weight"] * rms_norm(x, llama.eps) for x in seen]
+            seen = [rms_norm(x, llama.eps) for x in seen]
         query, key, value = (p[f"{name}.mixture.swa.{part}.weight"].T for part in ("query", "key", "value"))
         q = (seen[-1] @ query).unflatten(-1, (heads, -1))
         k = torch.stack([(x @ key).unflatten(-1, (heads, -1)) for x in seen])

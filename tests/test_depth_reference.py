@@ -40,7 +40,8 @@ CASES: list[dict] = [
         for form in FORMS
         for options in (
             *({"block_size": size} for size in (None, 1, 2, 4, 6)),
-            *({"num_heads": 4}, {"num_heads": 2, "block_size": 1}, {"key_norm": False}, {"final_read": False}),
+            *({"num_heads": 4}, {"num_heads": 2, "block_size": 1}, {"key_norm": False}),
+            *({"final_read": True}, {"final_read": False}),
         )
     ),
     *rows("hyper_connections", {}, {"form": "identity"}, {"dynamic": False}, {"tanh": False}, {"num_streams": 2}),
@@ -188,7 +189,7 @@ MISTAKES: list[tuple[dict, dict, tuple[str, Callable] | None]] = [
             ({"type": kind}, {}, ("query", zero)),
             ({"type": kind}, {}, ("gain", torch.ones_like)),
             ({"type": kind}, {"key_norm": False}, None),
-            ({"type": kind}, {"final_read": False}, None),
+            ({"type": kind, "final_read": True}, {"final_read": False}, None),
             ({"type": kind, "num_heads": 4}, {"num_heads": 1}, None),
             ({"type": kind, "block_size": 2}, {"block_size": 1}, None),
             ({"type": kind, "block_size": 4}, {"block_size": 6}, None),
