@@ -116,7 +116,8 @@ class DeltaAttentionResiduals(AttentionResiduals):
     """Delta Attention Residuals (arXiv 2605.18855): the average of earlier outputs on top of the running sum.
 
     form: "paper" (running sum plus average) or "identity" (plus the centred average, for pretrained models).
-    The other options are those of Attention Residuals.
+    block_size, num_heads, key_norm: as in Attention Residuals.
+    final_read: a last read before the final norm, which otherwise takes the running sum; None for what is published.
     """
 
     adds = True

@@ -15,6 +15,7 @@ line here.
 """
 
 import inspect
+import math
 import types
 import typing
 from typing import Any
@@ -92,8 +93,13 @@ def resolve(axis: str, value: str | dict[str, Any] | None, config) -> dict[str, 
             expected = describe(known[name].annotation)
             raise ValueError(f"{axis} option {name!r} of {kind!r} must be {expected}, got {option!r}.")
     layers = options.pop("layers", None)
-    if layers is not None and not set(layers) <= set(range(config.num_hidden_layers)):
-        raise ValueError(f"local_mixer layers must lie between 0 and {config.num_hidden_layers - 1}, got {layers}.")
+    if layers is not None:
+        last = config.num_hidden_layers - 1
+        if not layers or len(set(layers)) < len(layers) or not set(layers) <= set(range(last + 1)):
+            raise ValueError(
+                f"local_mixer layers must be different numbers between 0 and {last}, at least one, got {layers}; null "
+                "means all of them."
+            )
     menu[kind].check(config, **options)
     return {"type": kind, **options, **({"layers": layers} if "layers" in known else {})}
 
@@ -133,7 +139,7 @@ def _fits(value: Any, annotation: Any) -> bool:
     if origin is list:
         return isinstance(value, list) and all(_fits(item, arguments[0]) for item in value)
     if annotation is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return isinstance(value, annotation) and not (annotation is int and isinstance(value, bool))
 
 
@@ -145,7 +151,7 @@ def describe(annotation: Any) -> str:
     if origin is typing.Literal:
         return "one of: " + ", ".join(arguments)
     if origin is list:
-        return f"a list of {arguments[0].__name__}"
-    return {type(None): "null", int: "a whole number", float: "a number", bool: "true or false"}.get(
+        return "a list of whole numbers"
+    return {type(None): "null", int: "a whole number", float: "a finite number", bool: "true or false"}.get(
         annotation, annotation.__name__
     )

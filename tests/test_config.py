@@ -17,7 +17,7 @@ def build(**fields):
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"residual": "nonsense"}, "Unknown residual type 'nonsense'; choose one of: standard, ddl, short_swa"),
+        ({"residual": "nonsense"}, "Unknown residual type 'nonsense'; choose one of: standard, elc_bert, denseformer"),
         ({"residual": {"value_channels": 2}}, "Unknown residual type None; choose one of"),
         ({"local_mixer": "attention"}, "Unknown local_mixer type 'attention'; choose one of: none, short_swa"),
         (
@@ -47,8 +47,39 @@ def build(**fields):
         ({"local_mixer": {"type": "short_swa", "num_heads": 3, "num_kv_heads": 2}}, "multiple of num_kv_heads"),
         ({"local_mixer": {"type": "short_swa", "head_dim": 7}}, "head_dim must be even"),
         ({"local_mixer": {"type": "short_swa", "site": "nowhere"}}, "must be one of: layer"),
-        ({"local_mixer": {"type": "short_swa", "layers": [0, 3]}}, "must lie between 0 and 2"),
-        ({"local_mixer": {"type": "short_swa", "layers": "all"}}, "a list of int or null"),
+        ({"local_mixer": {"type": "short_swa", "layers": [0, 3]}}, "must be different numbers between 0 and 2"),
+        ({"local_mixer": {"type": "short_swa", "layers": "all"}}, "a list of whole numbers or null"),
+        ({"local_mixer": {"type": "short_swa", "layers": []}}, "at least one, got []"),
+        ({"local_mixer": {"type": "short_swa", "layers": [1, 1]}}, "must be different numbers"),
+        ({"residual": {"type": "ddl", "k_eps": float("inf")}}, "must be a finite number, got inf"),
+        ({"residual": {"type": "mhc", "alpha_start": float("nan")}}, "must be a finite number, got nan"),
+        ({"residual": {"type": "elc_bert", "window": 2}}, "has no option 'window'; its options are: form, start"),
+        ({"residual": {"type": "elc_bert", "form": "identity", "start": "last"}}, "identity form needs start=uniform"),
+        ({"residual": {"type": "elc_bert", "form": "identity", "normalize": True}}, "needs normalize=False"),
+        ({"residual": {"type": "denseformer", "dilation": 0}}, "needs dilation >= 1, got 0"),
+        ({"residual": {"type": "denseformer", "period": -1}}, "needs period >= 1, got -1"),
+        ({"residual": {"type": "denseformer", "period": 4}}, "the model has only 3: lower period"),
+        ({"residual": {"type": "vertical_attention", "key_dim": 0}}, "key_dim from 1 to"),
+        ({"residual": {"type": "dca", "window": 0}}, "window must be 1 or more, got 0"),
+        ({"residual": {"type": "dca", "form": "identity", "activation": "relu"}}, "use activation=gelu, or grn=v2"),
+        ({"residual": {"type": "mudd", "streams": "qk"}}, "has no option 'streams'"),
+        ({"residual": {"type": "attn_res", "block_size": 3}}, "even block_size of at most 6 sublayers"),
+        ({"residual": {"type": "attn_res", "block_size": 8}}, "even block_size of at most 6 sublayers"),
+        ({"residual": {"type": "attn_res", "block_size": 0}}, "even block_size of at most 6 sublayers"),
+        ({"residual": {"type": "attn_res", "block_size": -2}}, "even block_size of at most 6 sublayers"),
+        ({"residual": {"type": "delta_attn_res", "num_heads": 5}}, "num_heads must divide hidden_size=32, got 5"),
+        ({"residual": {"type": "attn_res", "num_heads": 0}}, "num_heads must divide hidden_size=32, got 0"),
+        ({"residual": {"type": "hyper_connections", "num_streams": 0}}, "between 1 and hidden_size=32, got 0"),
+        ({"residual": {"type": "mhc", "num_streams": 33}}, "between 1 and hidden_size=32, got 33"),
+        ({"residual": {"type": "mhc", "num_streams": 1}}, "needs num_streams >= 2"),
+        ({"residual": {"type": "mhc", "sinkhorn_iters": 0}}, "sinkhorn_iters from 1 to 1000, got 0"),
+        ({"residual": {"type": "mhc", "sinkhorn_eps": -1.0}}, "0 <= sinkhorn_eps < 0.1"),
+        ({"residual": {"type": "mhc", "form": "identity", "sinkhorn_eps": 1e-6}}, "needs sinkhorn_eps=0"),
+        ({"residual": {"type": "mhc", "form": "identity", "reduce": "sum"}}, "use reduce=mean"),
+        ({"residual": {"type": "hyper_connections", "form": "identity", "reduce": "sum"}}, "use reduce=mean"),
+        ({"residual": {"type": "laurel", "rank": 64}}, "rank from 0 (none) to hidden_size=32, got 64"),
+        ({"residual": {"type": "laurel", "previous": 7}}, "from 0 (none) to 6 sublayers, got 7"),
+        ({"residual": {"type": "laurel", "weighted": False, "rank": 0}}, "is the standard residual: use that"),
     ],
 )
 def test_mistakes_get_one_sentence(fields, sentence):
@@ -92,5 +123,5 @@ def test_every_option_is_documented():
 
 
 def test_the_form_defaults_to_the_papers():
-    for kind in ("ddl", "short_swa"):
+    for kind in RESIDUALS.keys() - {"standard"}:
         assert build(residual=kind).residual["form"] == "paper"
