@@ -1,1 +1,58 @@
-"""Example configurations of training runs, under `train/`."""
+"""Presets: shapes of known models and, for every variant, the options that its paper or our measurements recommend.
+
+    preset("mudd-135m")                 MUDDFormer in the shape of SmolLM2-135M
+    preset("ddl+short_swa-1b")          two axes in the shape of Llama-3.2-1B
+    variant("residual", "mudd", "8b")   the options alone, for a conversion
+
+A name is RESIDUAL[+LOCAL_MIXER]-SIZE, and the parts are the files in `residual/`, `local_mixer/` and `sizes/`. Example
+configurations of training runs are in `train/`.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformer2 import Transformer2Config
+
+FOLDER = Path(__file__).parent
+PARTS = ("residual", "local_mixer", "sizes")
+
+
+def names(part: str) -> dict[str, str]:
+    """What there is of one part ("residual", "local_mixer" or "sizes"), by name, with a sentence about each."""
+    files = sorted((FOLDER / part).glob("*.json"))
+    return {file.stem: json.loads(file.read_text(encoding="utf-8"))["about"] for file in files}
+
+
+def variant(axis: str, name: str, size: str | None = None) -> dict[str, Any]:
+    """The options of a preset on one axis ("residual" or "local_mixer"), those of a size included.
+
+    Raises ValueError, with the menu, for an unknown name.
+    """
+    entry = _read(axis, name)
+    return {**entry["options"], **entry.get("sizes", {}).get(size, {})}
+
+
+def preset(name: str, **overrides: Any) -> Transformer2Config:
+    """The configuration called RESIDUAL[+LOCAL_MIXER]-SIZE; `overrides` replace fields of it.
+
+    Raises ValueError, with the menu, for an unknown name.
+    """
+    axes, dash, size = name.rpartition("-")
+    if not dash:
+        raise ValueError(
+            f"The preset {name!r} should read RESIDUAL-SIZE or RESIDUAL+LOCAL_MIXER-SIZE, such as ddl-135m; the sizes "
+            f"are: {', '.join(names('sizes'))}."
+        )
+    residual, _, local_mixer = axes.partition("+")
+    fields = {key: value for key, value in _read("sizes", size).items() if key != "about"}
+    fields["residual"] = variant("residual", residual, size)
+    fields["local_mixer"] = variant("local_mixer", local_mixer or "none", size)
+    return Transformer2Config(**{**fields, **overrides})
+
+
+def _read(part: str, name: str) -> dict[str, Any]:
+    menu = names(part)
+    if name not in menu:  # looked up, never joined to a path
+        raise ValueError(f"There is no {part.removesuffix('s')} preset {name!r}; choose one of: {', '.join(menu)}.")
+    return json.loads((FOLDER / part / f"{name}.json").read_text(encoding="utf-8"))

@@ -40,6 +40,7 @@ class Residual(nn.Module):
 
     keep_in_float32: tuple[str, ...] = ()  # modules whose parameters stay float32 in a half-precision model
     dormant: tuple[str, ...] = ()  # patterns of parameters without gradient at the first step of the identity form
+    bitwise = True  # whether the identity form starts as the plain Transformer bit for bit
 
     def __init__(self, config, layer_idx: int, site: Site):
         super().__init__()

@@ -40,6 +40,7 @@ class ManifoldHyperConnections(ParallelStreams):
     reduce: "mean" or "sum" of the streams at the end.
     """
 
+    bitwise = False
     dormant = (r"_residual\.connection\.(alpha|mix_bias)$",)
 
     def __init__(

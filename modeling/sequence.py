@@ -19,6 +19,7 @@ class LocalMixer(nn.Module):
     """
 
     dormant: tuple[str, ...] = ()  # patterns of parameters without gradient at the first step of the identity form
+    bitwise = True  # whether the identity form starts as the plain Transformer bit for bit
 
     def __init__(self, config, layer_idx: int):
         super().__init__()

@@ -151,7 +151,7 @@ def describe(annotation: Any) -> str:
     if origin is typing.Literal:
         return "one of: " + ", ".join(arguments)
     if origin is list:
-        return "a list of whole numbers"
-    return {type(None): "null", int: "a whole number", float: "a finite number", bool: "true or false"}.get(
+        return f"a list of {describe(arguments[0]).removeprefix('a ')}s"
+    return {type(None): "null", int: "a whole number", float: "a finite number", bool: "true or false", str: "a string"}.get(
         annotation, annotation.__name__
     )
