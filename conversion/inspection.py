@@ -6,14 +6,16 @@ from typing import Any
 
 from transformer2.conversion.checkpoints import DTYPES, PROVENANCE, TensorEntry, open_checkpoint, read_json
 from transformer2.conversion.new_parameters import is_new
+from transformer2.conversion.paths import plain_os_errors, user_path
 from transformer2.errors import UserError
 
 SCALARS = ("carry", "erase")
 
 
+@plain_os_errors()
 def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
     """Variants, new parameters per kind, DDL's carry and erase, provenance. Raises UserError if it is not ours."""
-    folder = Path(path).expanduser()
+    folder = user_path(path)
     if not folder.is_dir():
         raise UserError(f"There is no folder {path}.")
     checkpoint = open_checkpoint(folder)

@@ -19,20 +19,14 @@ from transformer2.conversion.files import (
     choose_method,
     copy,
     place,
-    plain_disk_errors,
     readable_as_usual,
     require_space,
     write_json,
 )
 from transformer2.conversion.llama_sources import EMBEDDING, HEAD, LlamaSource, check_llama
 from transformer2.conversion.new_parameters import initialise, new_tensors
-from transformer2.conversion.publishing import (
-    PartialFolder,
-    partial_folder,
-    publish,
-    require_free_name,
-    settle_interrupted_swap,
-)
+from transformer2.conversion.paths import plain_os_errors, user_path
+from transformer2.conversion.publishing import PartialFolder, partial_folder, publish, require_free_name
 from transformer2.conversion.side_files import side_files
 from transformer2.conversion.sources import Source, resolve_source
 from transformer2.conversion.target_config import (
@@ -45,6 +39,7 @@ from transformer2.conversion.verification import LEVELS, run_checks
 from transformer2.errors import CheckFailed, UserError
 
 
+@plain_os_errors()
 def convert(
     source: str | Path,
     output: str | Path,
@@ -76,11 +71,9 @@ def convert(
     refuse_unknown_names("residual", residual)
     refuse_unknown_names("local_mixer", local_mixer)
     say = progress or (lambda message: None)
-    output = Path(os.path.abspath(Path(output).expanduser()))
-    with plain_disk_errors(output.parent):
-        settle_interrupted_swap(output)
+    output = Path(os.path.abspath(user_path(output)))
+    with plain_os_errors(output.parent):
         require_free_name(output, overwrite)
-        output.parent.mkdir(parents=True, exist_ok=True)
         say("Reading the source")
         origin = resolve_source(source, output, revision)
         _require_apart(origin.folder, output)
@@ -89,7 +82,8 @@ def convert(
         if (departure := departs_from_identity(config)) and verify in ("L2", "L3"):
             raise UserError(
                 f"{departure} does not start as the source model, so its logits cannot be equal: leave the form at "
-                "'identity', or use --verify L1 to convert all the same."
+                "'identity', or use verify='L1' (--verify L1 on the command line) to convert "
+                "all the same."
             )
         plan = {
             "residual": config.residual,
@@ -99,7 +93,7 @@ def convert(
             "materialize": materialize,
         }
         fingerprint = {"plan": plan, "tool": transformer2.__version__, "source": _signature(llama)}
-        with partial_folder(output, fingerprint, resume) as partial:
+        with partial_folder(output, fingerprint, overwrite=overwrite, resume=resume) as partial:
             report = _build(partial, origin, llama, config, plan, say)
             say(f"Verifying ({verify})")
             result = run_checks(origin.folder, partial.path, verify, progress=say)

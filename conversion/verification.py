@@ -17,10 +17,11 @@ import transformers
 import transformer2
 from transformer2 import Transformer2Config
 from transformer2.conversion.checkpoints import Checkpoint, open_checkpoint, read_json
-from transformer2.conversion.files import plain_disk_errors, write_json
+from transformer2.conversion.files import write_json
 from transformer2.conversion.liveness import check_liveness
 from transformer2.conversion.llama_sources import LlamaSource, check_llama
 from transformer2.conversion.logits import check_fresh_process, check_logits
+from transformer2.conversion.paths import plain_os_errors, user_path
 from transformer2.conversion.sources import resolve_source
 from transformer2.conversion.structure import check_bytes, check_structure, summary
 from transformer2.errors import UserError
@@ -29,6 +30,7 @@ RESULT = "verification.json"
 LEVELS = ("L0", "L1", "L2", "L3")
 
 
+@plain_os_errors()
 def verify(
     source: str | Path,
     output: str | Path,
@@ -46,7 +48,7 @@ def verify(
     """
     if level not in LEVELS:
         raise UserError(f"Unknown verification level {level!r}; choose one of: {', '.join(LEVELS)}.")
-    output = Path(output).expanduser()
+    output = user_path(output)
     if not output.is_dir():
         raise UserError(f"There is no folder {output}.")
     if str(source).endswith(".gguf"):
@@ -54,7 +56,7 @@ def verify(
             f"Give the dequantised folder that the conversion reported, not {Path(source).name}: that is the source."
         )
     folder = resolve_source(source, output, revision).folder
-    with plain_disk_errors(output):
+    with plain_os_errors(output):
         return run_checks(folder, output, level, fresh_process=fresh_process, progress=progress)
 
 

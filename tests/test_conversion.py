@@ -246,7 +246,7 @@ def test_loads_through_the_auto_class_and_saves_again(tmp_path):
 def test_another_form_is_refused_where_equality_is_asked_for(tmp_path):
     source, output = save_llama(tmp_path / "llama"), tmp_path / "out"
     paper = {"type": "ddl", "form": "paper"}
-    with pytest.raises(UserError, match=r"residual 'ddl' in its 'paper' form .* --verify L1"):
+    with pytest.raises(UserError, match=r"residual 'ddl' in its 'paper' form .* verify='L1' .--verify L1"):
         convert(source, output, residual=paper)
     assert not output.exists()
     assert convert(source, output, residual=paper, verify="L1")["residual"]["form"] == "paper"

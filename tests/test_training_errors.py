@@ -49,7 +49,7 @@ def run(tmp_path, settings, monkeypatch, capsys):
         (["data.train={tmp}/latin.txt"], 2, "is not UTF-8"),
         (["data.train={tmp}/gone.txt"], 2, "No such file"),
         (["data.eval_tokens=1000"], 2, "cannot be held out"),
-        (["output={tmp}/full"], 2, "is not empty: set overwrite=true"),
+        (["output={tmp}/full"], 2, "already exists; choose another name"),
         (["output={tmp}/model", "overwrite=true"], 2, "holds the model to start from"),
         (["output={tmp}/text.txt"], 2, "is a file"),
         (["optimisation.lr.new=1e30", "optimisation.clip=null"], 1, "at step 2, so training stopped"),

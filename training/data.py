@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from transformer2.conversion.paths import user_path
 from transformer2.errors import UserError
 from transformer2.training.packing import PackedText
 
@@ -27,7 +28,7 @@ def read_documents(
     """
     documents = []
     for source in [sources] if isinstance(sources, str | Path) else sources:
-        path = Path(source)
+        path = user_path(source)
         if path.suffix in TEXT_SUFFIXES or (path.is_file() and path.suffix not in TABLE_FORMATS):
             text = _read_text(path)
             found = text.split(separator) if separator else [text]

@@ -27,6 +27,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 from transformer2.conversion.files import write_json
+from transformer2.conversion.paths import plain_os_errors, user_path
+from transformer2.conversion.publishing import PartialFolder, partial_folder, publish
 from transformer2.errors import CheckFailed, UserError
 from transformer2.training import parameters, precision, schedule
 from transformer2.training.data import hold_out, read_documents, tokenize
@@ -34,10 +36,11 @@ from transformer2.training.evaluation import likelihood, score, token_losses
 from transformer2.training.isolation import check_isolation
 from transformer2.training.loading import find_checkpoint, load_model, load_tokenizer, stored_dtypes
 from transformer2.training.packing import Row, Rows, collate, order
-from transformer2.training.saving import check_frozen, check_output, published, write_checkpoint
+from transformer2.training.saving import check_frozen, check_output, write_checkpoint
 from transformer2.training.settings import OptimisationSettings, Settings, check, load_settings
 
 
+@plain_os_errors()
 def train(config: Settings | Mapping[str, Any] | str | Path) -> dict[str, Any]:
     """Run the training that `config` describes (settings, a mapping of their shape, or a YAML file).
 
@@ -48,10 +51,28 @@ def train(config: Settings | Mapping[str, Any] | str | Path) -> dict[str, Any]:
     """
     settings = config if isinstance(config, Settings) else load_settings(config)
     check(settings)
-    optimisation, source, output = settings.optimisation, find_checkpoint(settings.model), Path(settings.output)
+    source, output = find_checkpoint(settings.model), Path(os.path.abspath(user_path(settings.output)))
     check_output(output, source, settings.overwrite)
-    dtypes = stored_dtypes(source)
-    accelerator, chosen = start(optimisation)
+    accelerator, chosen = start(settings.optimisation)
+    if not accelerator.is_main_process:
+        return run(settings, accelerator, chosen, source, output, None)
+    with plain_os_errors(output.parent), partial_folder(output, overwrite=settings.overwrite) as partial:
+        return run(settings, accelerator, chosen, source, output, partial)
+
+
+def run(
+    settings: Settings,
+    accelerator: Accelerator,
+    chosen: str,
+    source: Path,
+    output: Path,
+    partial: PartialFolder | None,
+) -> dict[str, Any]:
+    """The run itself, in the precision `chosen`. The main process builds `output` in `partial`, the others have none.
+
+    `partial` is there before the first step, so that no other run takes the name while this one computes.
+    """
+    optimisation, dtypes = settings.optimisation, stored_dtypes(source)
     tokenizer = load_tokenizer(source)
     with accelerator.main_process_first():  # the others find what it has downloaded or converted
         rows, held_out = load_rows(settings, tokenizer)
@@ -115,11 +136,11 @@ def train(config: Settings | Mapping[str, Any] | str | Path) -> dict[str, Any]:
         "evaluations": evaluations,
         "steps": history,
     }
-    if accelerator.is_main_process:
-        with published(output) as folder:
-            write_checkpoint(accelerator.unwrap_model(model, keep_fp32_wrapper=False), folder, source, dtypes)
-            check_frozen(folder, source, frozen)
-            write_json(folder / "training_report.json", report)
+    if partial is not None:
+        write_checkpoint(accelerator.unwrap_model(model, keep_fp32_wrapper=False), partial.path, source, dtypes)
+        check_frozen(partial.path, source, frozen)
+        write_json(partial.path / "training_report.json", report)
+        publish(partial, output)
     accelerator.wait_for_everyone()
     return report
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import yaml
 
+from transformer2.conversion.paths import user_path
 from transformer2.errors import UserError
 from transformer2.variants import describe
 
@@ -192,7 +193,7 @@ def check(settings: Settings) -> None:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.safe_load(user_path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"Cannot read the configuration file {path}: {error.strerror}.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
