@@ -163,7 +163,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from transformer2_cli import reporting_errors
+    from transformer2_cli import keep_logs_short, reporting_errors
 
+    keep_logs_short()
     with reporting_errors():
         main()

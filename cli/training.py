@@ -66,7 +66,7 @@ def evaluate(
 
     from transformer2.training.evaluation import evaluate as run
 
-    with tqdm(unit="token", file=sys.stderr, delay=0.5) as bar:
+    with tqdm(unit="token", file=sys.stderr, delay=0.5, disable=not sys.stderr.isatty()) as bar:
         report = run(
             model,
             text,

@@ -24,7 +24,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin, set_seed
 from torch.optim.lr_scheduler import LambdaLR
-from tqdm import tqdm
 
 from transformer2.conversion.files import write_json
 from transformer2.conversion.paths import plain_os_errors, user_path
@@ -36,6 +35,7 @@ from transformer2.training.evaluation import likelihood, score, token_losses
 from transformer2.training.isolation import check_isolation
 from transformer2.training.loading import find_checkpoint, load_model, load_tokenizer, stored_dtypes
 from transformer2.training.packing import Row, Rows, collate, order
+from transformer2.training.progress import Progress
 from transformer2.training.saving import check_frozen, check_output, write_checkpoint
 from transformer2.training.settings import OptimisationSettings, Settings, check, load_settings
 
@@ -99,7 +99,7 @@ def run(
     num_tokens, seconds = 0, 0.0  # seconds of training alone
     if held_out is not None:
         evaluations.append({"step": 0, **evaluate_held_out(accelerator, model, held_out, settings)})
-    with tqdm(total=optimisation.steps, unit="step", file=sys.stderr, disable=not accelerator.is_main_process) as bar:
+    with Progress(optimisation.steps, shown=accelerator.is_main_process) as progress:
         for step in range(1, optimisation.steps + 1):
             began = time.perf_counter()
             learning_rates = {group["kind"]: group["lr"] for group in optimizer.param_groups}
@@ -114,13 +114,11 @@ def run(
             seconds += time.perf_counter() - began
             num_tokens += sum(len(row.input_ids) for row in step_rows)
             history.append({"step": step, "loss": loss, "gradient_norm": norm, "learning_rates": learning_rates})
-            bar.update()
-            bar.set_postfix_str(f"loss {loss:.4f}, {num_tokens / seconds:.0f} tokens/s")
+            progress.step(loss, num_tokens / seconds)
             every = settings.evaluation.every or optimisation.steps
             if held_out is not None and (step == optimisation.steps or step % every == 0):
                 evaluations.append({"step": step, **evaluate_held_out(accelerator, model, held_out, settings)})
-                if accelerator.is_main_process:
-                    bar.write(f"step {step}: held-out perplexity {evaluations[-1]['perplexity']:.3f}", file=sys.stderr)
+                progress.say(f"step {step}: held-out perplexity {evaluations[-1]['perplexity']:.3f}")
 
     report = {
         "settings": shareable(settings),
