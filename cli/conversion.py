@@ -99,12 +99,14 @@ def verify(
 
     result = conversion.verify(source, output, level, revision=revision, progress=_say)
     show_checks(result)
+    for note in result["notes"]:
+        _say(f"Note: {note}")
     if as_json:
         _print_json(result)
     if not result["passed"]:
         raise CheckFailed(f"{output} does not hold up: {result['failures'][0]}")
     if not as_json:
-        print(f"{output}: all {len(result['checks'])} checks up to {level} hold.")
+        print(f"{output}: all {len(result['checks'])} checks up to {result['level']} hold.")
 
 
 def inspect(

@@ -46,6 +46,8 @@ def train(
     finally:
         _leave_process_group()
     if main_process:
+        for warning in report["warnings"]:
+            print(f"Warning: {warning}", file=sys.stderr)
         print(json.dumps(report, indent=2) if as_json else _train_summary(report, settings.output))
 
 

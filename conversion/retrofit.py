@@ -35,7 +35,7 @@ from transformer2.conversion.target_config import (
     departs_from_identity,
     refuse_unknown_names,
 )
-from transformer2.conversion.verification import LEVELS, run_checks
+from transformer2.conversion.verification import known_level, run_checks
 from transformer2.errors import CheckFailed, UserError
 
 
@@ -64,8 +64,7 @@ def convert(
     Raises UserError for bad input, CheckFailed if verification fails, MachineError for lack of disk; then there is no
     output.
     """
-    if verify not in LEVELS:
-        raise UserError(f"Unknown verification level {verify!r}; choose one of: {', '.join(LEVELS)}.")
+    verify = known_level(verify)
     if materialize not in WAYS:
         raise UserError(f"Unknown way to materialise {materialize!r}; choose one of: {', '.join(WAYS)}.")
     refuse_unknown_names("residual", residual)

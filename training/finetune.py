@@ -29,7 +29,7 @@ from transformer2.conversion.files import write_json
 from transformer2.conversion.paths import plain_os_errors, user_path
 from transformer2.conversion.publishing import PartialFolder, partial_folder, publish
 from transformer2.errors import CheckFailed, UserError
-from transformer2.training import parameters, precision, schedule
+from transformer2.training import diagnosis, parameters, precision, schedule
 from transformer2.training.data import hold_out, read_documents, tokenize
 from transformer2.training.evaluation import likelihood, score, token_losses
 from transformer2.training.isolation import check_isolation
@@ -44,8 +44,8 @@ from transformer2.training.settings import OptimisationSettings, Settings, check
 def train(config: Settings | Mapping[str, Any] | str | Path) -> dict[str, Any]:
     """Run the training that `config` describes (settings, a mapping of their shape, or a YAML file).
 
-    Writes the checkpoint folder `output` and returns the report that it holds as training_report.json: loss, gradient
-    norm and learning rates of every step, held-out perplexity, tokens, seconds, tokens per second, parameters.
+    Writes the checkpoint folder `output` and returns its training_report.json: loss, gradient norm and learning rates
+    of every step, held-out perplexity, tokens, seconds, tokens per second, parameters, warnings.
     Raises UserError for bad input, CheckFailed where a loss or gradient is not finite or a frozen tensor changed; then
     nothing is written.
     """
@@ -132,6 +132,7 @@ def run(
         "perplexity_before": evaluations[0]["perplexity"] if evaluations else None,
         "perplexity_after": evaluations[-1]["perplexity"] if evaluations else None,
         "evaluations": evaluations,
+        "warnings": diagnosis.warnings(optimisation, accelerator.unwrap_model(model).config, evaluations, history),
         "steps": history,
     }
     if partial is not None:
