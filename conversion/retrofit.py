@@ -38,6 +38,11 @@ from transformer2.conversion.target_config import (
 from transformer2.conversion.verification import known_level, run_checks
 from transformer2.errors import CheckFailed, UserError
 
+PLAIN = (
+    "Note: neither a residual nor a local mixer was chosen, so this makes the plain `standard` model, without new "
+    "parameters; `transformer2 variants` lists what else there is."
+)
+
 
 @plain_os_errors()
 def convert(
@@ -92,6 +97,8 @@ def convert(
             "materialize": materialize,
         }
         fingerprint = {"plan": plan, "tool": transformer2.__version__, "source": _signature(llama)}
+        if config.residual["type"] == "standard" and config.local_mixer["type"] == "none":
+            say(PLAIN)
         with partial_folder(output, fingerprint, overwrite=overwrite, resume=resume) as partial:
             report = _build(partial, origin, llama, config, plan, say)
             say(f"Verifying ({verify})")

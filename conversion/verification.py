@@ -205,8 +205,13 @@ def _liveness(source: LlamaSource, converted: Checkpoint, record: Callable[..., 
     result = check_liveness(converted.folder, new)
     documented = sorted({*result["documented"], *result["idle"]})
     wrong = sorted(set(result["dead_at_start"]) ^ set(documented))
-    detail = f"{len(documented)} of {result['new_tensors']} new tensors dormant, as documented"
+    total = f"{result['new_tensors']} new tensors"
+    if documented:
+        detail = f"{len(documented)} of {total} have no gradient yet, as documented: what they feed starts at zero"
+    else:
+        detail = f"each of {total} has a gradient"
     record("L3", "step 0", not wrong, f"not as documented: {summary(wrong)}" if wrong else detail, **result)
     wrong = sorted(set(result["dead_after_two_steps"]) ^ set(result["idle"]))
-    detail = f"all alive but {len(result['idle'])} idle ones" if result["idle"] else "all new tensors alive"
+    unused = f", but {len(result['idle'])} that this variant never uses" if result["idle"] else ""
+    detail = f"each of {total} has a gradient{unused}"
     record("L3", "step 2", not wrong, f"without gradient: {summary(wrong)}" if wrong else detail)

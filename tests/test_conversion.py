@@ -260,6 +260,7 @@ def test_inspect(tmp_path):
     report = inspect_checkpoint(output)
     assert report["residual"]["type"] == "ddl"
     assert report["new_parameters"] == sum(kind["parameters"] for kind in report["kinds"])
+    assert report["new_parameters"] == report["variant_parameters"] > 0
     kinds = {kind["name"]: kind for kind in report["kinds"]}
     assert kinds["model.layers.*.mlp_residual.rewrite.value.weight"]["shape"] == [1, 32]
     assert kinds["model.layers.*.mlp_residual.rewrite.value.weight"]["tensors"] == 3

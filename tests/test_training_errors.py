@@ -127,6 +127,7 @@ def test_the_settings_can_be_printed_without_a_run(settings, tmp_path, monkeypat
     assert "    new: 0.003" in out.splitlines()
     assert "  gradient_checkpointing: false" in out.splitlines()
     assert not (tmp_path / "out").exists()
+    assert command(monkeypatch, capsys, "train", tmp_path / "run.yaml", "--no-print-config")[0] == 2
     code, _, error = command(monkeypatch, capsys, "train", tmp_path / "none.yaml")
     assert code == 2
     assert "Cannot read the configuration file" in error

@@ -65,6 +65,12 @@ def test_sound_conversion_passes(source, output, monkeypatch):
     assert result["passed"]
     assert result["level"] == "L3"
     assert [check["level"] for check in result["checks"]] == ["L0"] * 5 + ["L1"] * 2 + ["L2"] * 7 + ["L3"] * 2
+    details = {check["name"]: check["detail"] for check in result["checks"]}
+    # of each of 3 layers: query, key, value and norm of the mixer, which wait behind its zero output projection
+    assert (
+        details["step 0"] == "12 of 51 new tensors have no gradient yet, as documented: what they feed starts at zero"
+    )
+    assert details["step 2"] == "each of 51 new tensors has a gradient"
     figures = {check["name"]: check.get("figures") for check in result["checks"]}
     exact = {"bit_equal": True, "max_abs_diff": 0.0, "max_kl": 0.0, "top1_agreement": 1.0}
     assert figures["float32 long"] == {**exact, "tokens": 256}  # all the positions that this model has
