@@ -24,7 +24,7 @@ from transformer2.variants import describe
 class DataSettings:
     """Where the text comes from, and how it becomes rows.
 
-    train: a file (.txt, .md, .jsonl, .json, .parquet), a data set folder, a hub data set, or a list of them.
+    train: a file (.txt, .md, .jsonl, .json, .parquet), a folder of such files, a saved or hub data set, or a list.
     eval: the same, for held-out text.
     eval_tokens: evaluate on at most this many tokens; without `eval`, hold that many of `train` back.
     eval_fraction: without `eval`, hold this share of the training tokens back. None of the three: no evaluation.
