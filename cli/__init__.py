@@ -67,6 +67,10 @@ def reporting_errors() -> Iterator[None]:
         print(INTERRUPTED, file=sys.stderr)
         raise SystemExit(130) from None
     except Exception as error:
+        if isinstance(error, OSError) and error.errno and not isinstance(error, BrokenPipeError):
+            from transformer2.conversion.paths import sentence
+
+            error = sentence(error.errno, error.filename)
         exit_code = getattr(error, "exit_code", None)
         if exit_code is None or os.environ.get("TRANSFORMER2_TRACEBACK"):
             raise

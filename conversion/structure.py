@@ -87,6 +87,8 @@ def new_tensor_faults(
 
 def _index(output: Checkpoint) -> list[str]:
     """Every listed tensor is where the index says, or `open_checkpoint` would have raised; the totals remain."""
+    if not (output.folder / INDEX_NAME).is_file():
+        return [f"{INDEX_NAME} is missing: this is not the folder as it was converted, but one that was saved again"]
     metadata = read_json(output.folder / INDEX_NAME).get("metadata", {})
     total = sum(entry.end - entry.start for entry in output.tensors.values())
     return [] if metadata.get("total_size") == total else [f"total_size is {metadata.get('total_size')}, not {total}"]

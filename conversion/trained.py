@@ -19,10 +19,8 @@ def training_report(folder: Path) -> dict[str, Any] | None:
 
 
 def trained_everything(report: dict[str, Any]) -> bool:
-    """Whether the pretrained parameters were trained as well; not, where the report does not say."""
-    settings = report.get("settings")
-    optimisation = settings.get("optimisation") if isinstance(settings, dict) else None
-    return isinstance(optimisation, dict) and optimisation.get("train") == "all"
+    """Whether this run, or one before it, trained the pretrained parameters as well."""
+    return report.get("pretrained_changed") is True
 
 
 def check_trained_structure(

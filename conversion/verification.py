@@ -21,7 +21,7 @@ from transformer2.conversion.files import write_json
 from transformer2.conversion.liveness import check_liveness
 from transformer2.conversion.llama_sources import LlamaSource, check_llama
 from transformer2.conversion.logits import check_fresh_process, check_logits
-from transformer2.conversion.paths import plain_os_errors, user_path
+from transformer2.conversion.paths import FORBIDDEN, plain_os_errors, user_path
 from transformer2.conversion.sources import resolve_source
 from transformer2.conversion.structure import changed_files, check_bytes, check_structure, summary
 from transformer2.conversion.trained import (
@@ -131,7 +131,12 @@ def run_checks(
             "transformers": transformers.__version__,
         },
     }
-    write_json(output / RESULT, result)
+    try:
+        write_json(output / RESULT, result)
+    except OSError as error:
+        if error.errno not in FORBIDDEN:
+            raise
+        notes.append(f"{RESULT} could not be written, because the folder may not be changed.")
     return result
 
 

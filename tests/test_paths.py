@@ -1,15 +1,19 @@
 """Paths that cannot work: each gives one sentence and an exit code, and leaves nothing behind."""
 
+import errno
 import os
 import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
+import huggingface_hub
 import pytest
 from helpers import tiny_llama
 from training_tools import command
 
+import transformer2_cli
 from transformer2.conversion import convert, inspect_checkpoint, publishing, verify
 from transformer2.conversion.paths import plain_os_errors, sentence
 from transformer2.errors import MachineError, UserError
@@ -107,6 +111,23 @@ def test_link_to_nothing_in_place_of_a_file(folder):
     with pytest.raises(UserError, match="tokenizer.json is a symbolic link to nothing"):
         convert(folder / "llama", folder / "out", verify="L0")  # it would be left out without a word
     assert not (folder / "out").exists()
+
+
+def test_disk_that_fills_up_while_downloading(monkeypatch):
+    def full(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
+    for action in (lambda: evaluate("some/model", "text.txt"), lambda: convert("some/model", "out")):
+        with pytest.raises(MachineError, match="is full"):
+            action()
+
+
+def test_whatever_slips_through_becomes_a_sentence(capsys):
+    with pytest.raises(SystemExit) as stop, transformer2_cli.reporting_errors():
+        (Path("/") / LONG).stat()
+    assert stop.value.code == 2
+    assert "cannot be used (File name too long)" in capsys.readouterr().err
 
 
 def test_failed_run_takes_the_folders_that_it_made_with_it(folder):

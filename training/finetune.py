@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformer2.conversion.files import write_json
 from transformer2.conversion.paths import plain_os_errors, user_path
 from transformer2.conversion.publishing import PartialFolder, partial_folder, publish
+from transformer2.conversion.trained import trained_everything, training_report
 from transformer2.errors import CheckFailed, UserError
 from transformer2.training import diagnosis, parameters, precision, schedule
 from transformer2.training.data import hold_out, read_documents, tokenize
@@ -125,6 +126,7 @@ def run(
         "precision": chosen,
         "processes": accelerator.num_processes,
         "parameters": counts,
+        "pretrained_changed": optimisation.train == "all" or trained_everything(training_report(source) or {}),
         "rows": len(rows),
         "tokens": num_tokens,
         "seconds": seconds,

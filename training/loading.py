@@ -85,6 +85,8 @@ def _from_hub(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # a full disk, for example
         raise UserError(
             f"There is no folder {name}, and no model of that name could be fetched from the hub."
         ) from error
