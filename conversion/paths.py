@@ -24,9 +24,12 @@ BAD_PATH = (
 
 
 def user_path(path: str | Path) -> Path:
-    """A path as a user gives it: "~" is their home. Raises UserError where there is no such home."""
+    """A path as a user gives it: "~" is their home. Raises UserError for no such home, and for a link to nothing."""
     with plain_os_errors():
-        return Path(path).expanduser()
+        path = Path(path).expanduser()
+        if path.is_symlink() and not path.exists():
+            raise UserError(f"{path} is a symbolic link to nothing, or to itself; name another path.")
+        return path
 
 
 @contextlib.contextmanager
