@@ -38,7 +38,7 @@ bench: $(VENV)/.dev
 
 install: $(VENV)/.base
 
-# Torch first, so that its build can be chosen: where the index serves CUDA builds, set TORCH or pip's index options.
+# Torch first, so that its build can be chosen: TORCH is what `pip install` gets; the README says how to get a CPU build.
 $(VENV)/.base: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --upgrade pip

@@ -1,9 +1,12 @@
 """The `transformer2` command. Importing this must stay cheap: whatever needs torch is imported inside the commands."""
 
 import contextlib
+import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from typing import Annotated
 
 import typer
 
@@ -19,6 +22,40 @@ app = typer.Typer(
 )
 conversion.add_commands(app)
 training.add_commands(app)
+INTERRUPTED = "Interrupted; nothing was left half-written."
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"transformer2 {metadata.version('transformer2')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
+
+def interruptible(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, which says one sentence on Ctrl-C; typer would end without a word."""
+
+    @functools.wraps(command)
+    def wrapped(*arguments, **keywords) -> None:
+        try:
+            command(*arguments, **keywords)
+        except KeyboardInterrupt:
+            print(f"\n{INTERRUPTED}", file=sys.stderr)
+            raise typer.Exit(130) from None
+
+    return wrapped
+
+
+for registered in app.registered_commands:
+    registered.callback = interruptible(registered.callback)
 
 
 @contextlib.contextmanager
@@ -27,9 +64,13 @@ def reporting_errors() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print("Interrupted; nothing was left half-written.", file=sys.stderr)
+        print(INTERRUPTED, file=sys.stderr)
         raise SystemExit(130) from None
     except Exception as error:
+        if isinstance(error, OSError) and error.errno and not isinstance(error, BrokenPipeError):
+            from transformer2.conversion.paths import sentence
+
+            error = sentence(error.errno, error.filename)
         exit_code = getattr(error, "exit_code", None)
         if exit_code is None or os.environ.get("TRANSFORMER2_TRACEBACK"):
             raise
@@ -37,7 +78,19 @@ def reporting_errors() -> Iterator[None]:
         raise SystemExit(exit_code) from None
 
 
+def keep_logs_short() -> None:
+    """No progress bars of the libraries where standard error is no terminal: they would fill a log file."""
+    if sys.stderr.isatty():
+        return
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if "transformers" in sys.modules:  # it has looked at the variable already
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+
+
 def main() -> None:
     """Run the command line."""
+    keep_logs_short()
     with reporting_errors():
         app()

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+LEVEL_NAMES = {"L0": "structure", "L1": "bytes", "L2": "logits", "L3": "gradients"}
 Level = Annotated[
     str, typer.Option(help="L0 structure, L1 bytes, L2 logits, L3 gradients; each includes those before it.")
 ]
@@ -99,19 +100,21 @@ def verify(
 
     result = conversion.verify(source, output, level, revision=revision, progress=_say)
     show_checks(result)
+    for note in result["notes"]:
+        _say(f"Note: {note}")
     if as_json:
         _print_json(result)
     if not result["passed"]:
         raise CheckFailed(f"{output} does not hold up: {result['failures'][0]}")
     if not as_json:
-        print(f"{output}: all {len(result['checks'])} checks up to {level} hold.")
+        print(f"{output}: all {len(result['checks'])} checks up to {result['level']} hold.")
 
 
 def inspect(
-    path: Annotated[str, typer.Argument(help="A converted folder.")],
+    path: Annotated[str, typer.Argument(help="A Transformer2 folder: converted, trained or made from scratch.")],
     as_json: AsJson = False,
 ) -> None:
-    """Show variants, options, new parameters and provenance of a Transformer2 checkpoint."""
+    """Show variants, options, their parameters and the provenance of a Transformer2 checkpoint."""
     from transformer2 import conversion
 
     report = conversion.inspect_checkpoint(path)
@@ -122,7 +125,11 @@ def inspect(
         options = dict(report[axis])
         kind = options.pop("type")
         print(f"{axis}: {kind}" + "".join(f"\n    {name} = {json.dumps(value)}" for name, value in options.items()))
-    print(f"parameters: {report['parameters']:,}, of which new: {report['new_parameters']:,}")
+    if "new_parameters" in report:
+        print(f"parameters: {report['parameters']:,}, of which new: {report['new_parameters']:,}")
+    else:
+        own = f"{report['variant_parameters']:,} in residuals and local mixers"
+        print(f"parameters: {report['parameters']:,}, of which {own}; not made by a conversion")
     for kind in report["kinds"]:
         print(f"    {kind['tensors']:4} x {kind['name']} {kind['shape']} {kind['dtype']}")
     for name, values in report.get("scalars", {}).items():
@@ -223,9 +230,15 @@ def show_checks(result: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(
-        "", "check", "result", title=f"Verification {result['level']}, {result['seconds']} s", title_justify="left"
+        "level",
+        "check",
+        "result",
+        title=f"Verification {result['level']}, {result['seconds']} s",
+        title_justify="left",
     )
     for check in result["checks"]:
         mark = "[green]pass[/green]" if check["passed"] else "[red]FAIL[/red]"
-        table.add_row(check["level"], check["name"], f"{mark} {check['detail'].replace('[', chr(92) + '[')}")
+        detail = "" if check["detail"] == "ok" else check["detail"].replace("[", chr(92) + "[")
+        level = f"{check['level']} {LEVEL_NAMES[check['level']]}"
+        table.add_row(level, check["name"].replace("_", " "), f"{mark} {detail}".rstrip())
     Console(stderr=True).print(table)

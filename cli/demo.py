@@ -8,6 +8,7 @@ documentation topics that ship inside every CPython (`pydoc_data.topics`); an ei
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from importlib import util
@@ -28,7 +29,7 @@ RETROFITS: dict[str, dict[str, Any]] = {
         "learning_rate": 5e-4,  # 13 million new parameters: 2e-3 diverges
     },
 }
-SEQUENCE_LENGTH, STEPS, EVAL_TOKENS = 512, 24, 4096
+SEQUENCE_LENGTH, STEPS, EVAL_TOKENS, TIMED_PASSES = 512, 24, 4096, 5
 PROMPT = 'The "with" statement is used to'
 
 
@@ -62,10 +63,29 @@ def write_text(folder: Path) -> tuple[Path, Path]:
 
 
 def measure(path: Path, text: Path) -> dict[str, Any]:
-    """Perplexity and speed on the held-out text."""
+    """Perplexity on the held-out text, and the speed of a forward pass."""
     from transformer2.training import evaluate
 
-    return evaluate(path, text, sequence_length=SEQUENCE_LENGTH, max_tokens=EVAL_TOKENS)
+    scores = evaluate(path, text, sequence_length=SEQUENCE_LENGTH, max_tokens=EVAL_TOKENS)
+    return {**scores, "tokens_per_second": tokens_per_second(path)}
+
+
+def tokens_per_second(path: Path) -> float:
+    """The median of several forward passes over one row, after one that only warms up."""
+    import torch
+
+    from transformer2.training.loading import load_model
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_model(path).eval().to(device)
+    ids = torch.arange(SEQUENCE_LENGTH, device=device)[None] % model.config.vocab_size
+    seconds = []
+    with torch.no_grad():
+        for _ in range(1 + TIMED_PASSES):
+            start = time.perf_counter()
+            model(input_ids=ids, use_cache=False).logits[0, -1, 0].item()  # waits for the result
+            seconds.append(time.perf_counter() - start)
+    return SEQUENCE_LENGTH / statistics.median(seconds[1:])
 
 
 def fine_tune(path: Path, output: Path, train_text: Path, held_out: Path, lr: float) -> dict[str, Any]:
@@ -156,14 +176,15 @@ def main() -> None:
 
     (out / "results.json").write_text(json.dumps(rows, indent=2) + "\n")
     show(rows)
-    print(f"\nThe fine-tuned DDL model goes on after: {PROMPT}")
+    print("\nA sentence that the fine-tuned DDL model completes:")
     print(PROMPT, end="")
     generate(out / "ddl-tuned", PROMPT, max_new_tokens=40, file=sys.stdout)
     say(f"Done in {time.monotonic() - start:.0f} seconds; the models and results.json are in {out}.")
 
 
 if __name__ == "__main__":
-    from transformer2_cli import reporting_errors
+    from transformer2_cli import keep_logs_short, reporting_errors
 
+    keep_logs_short()
     with reporting_errors():
         main()

@@ -22,7 +22,9 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Settings to change, such as optimisation.lr.new=1e-3.", metavar="a.b=c")
     ] = None,
-    print_config: Annotated[bool, typer.Option(help="Print all settings, defaults filled in, and stop.")] = False,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print all settings, defaults filled in, and stop.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report of the run as JSON.")] = False,
 ) -> None:
     """Fine-tune a checkpoint on text; only its new parameters, or all."""
@@ -46,6 +48,8 @@ def train(
     finally:
         _leave_process_group()
     if main_process:
+        for warning in report["warnings"]:
+            print(f"Warning: {warning}", file=sys.stderr)
         print(json.dumps(report, indent=2) if as_json else _train_summary(report, settings.output))
 
 
@@ -66,7 +70,7 @@ def evaluate(
 
     from transformer2.training.evaluation import evaluate as run
 
-    with tqdm(unit="token", file=sys.stderr, delay=0.5) as bar:
+    with tqdm(unit="token", file=sys.stderr, delay=0.5, disable=not sys.stderr.isatty()) as bar:
         report = run(
             model,
             text,
@@ -93,14 +97,15 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Of the sampling.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat format.")] = False,
     dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print prompt and text as JSON, at the end.")] = False,
 ) -> None:
     """Continue a prompt, printing each token as it is made."""
     from transformer2.training.generation import generate as run
 
-    run(
+    text = run(
         model,
         prompt,
-        file=sys.stdout,
+        file=None if as_json else sys.stdout,
         max_new_tokens=max_new_tokens,
         do_sample=do_sample,
         temperature=temperature,
@@ -109,6 +114,8 @@ def generate(
         chat=chat,
         dtype=dtype,
     )
+    if as_json:
+        print(json.dumps({"prompt": prompt, "text": text}, indent=2, ensure_ascii=False))
 
 
 def _leave_process_group() -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformer2.conversion.paths import refuse_misplaced, sentence
 from transformer2.errors import UserError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -63,6 +64,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
     Raises UserError, in one sentence, for a missing or broken config, index or shard, and without safetensors.
     """
+    refuse_misplaced(folder)
     config = read_json(folder / "config.json")
     index_file = folder / INDEX_NAME
     if (folder / SINGLE_NAME).is_file():  # the library looks for this one first
@@ -120,7 +122,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     except (struct.error, ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{file} is no readable safetensors file; download it again.") from None
     except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror}); check its permissions.") from None
+        raise sentence(error.errno, file) from None
     expected = max((entry.end for entry in entries.values()), default=8 + length)
     if expected > size:
         raise UserError(f"{file} is truncated: {size:,} of {expected:,} bytes are there; download it again.")
@@ -158,7 +160,7 @@ def read_json(file: Path) -> dict[str, Any]:
             ) from None
         raise UserError(f"{file.parent} has no {file.name}, so it is not a model folder of transformers.") from None
     except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror}); check its permissions.") from None
+        raise sentence(error.errno, file) from None
     except ValueError:
         raise UserError(f"{file} is not valid JSON; download it again.") from None
     if not isinstance(value, dict):

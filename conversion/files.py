@@ -1,6 +1,5 @@
 """Putting files into a folder: copies, clones and links, hashed and flushed to the disk."""
 
-import contextlib
 import errno
 import hashlib
 import json
@@ -10,10 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from transformer2.conversion.checkpoints import BUFFER_SIZE, file_sha256
-from transformer2.errors import MachineError, UserError
+from transformer2.errors import MachineError
 
 Method = Literal["copy", "reflink", "link"]
 WAYS = ("auto", "link", "reflink", "copy")
+COPY_INSTEAD = "use materialize='copy', or --materialize copy on the command line"
 FICLONE = 0x40049409  # Linux: share the blocks of another file until one of the two changes
 
 
@@ -31,7 +31,7 @@ def choose_method(materialize: str, example: Path, folder: Path) -> Method:
     except OSError:
         if materialize == "reflink":
             raise MachineError(
-                f"The file system of {folder.parent} cannot clone files from {example.parent}; use --materialize copy."
+                f"The file system of {folder.parent} cannot clone files from {example.parent}; {COPY_INSTEAD}."
             ) from None
         return "copy"
     finally:
@@ -48,8 +48,7 @@ def place(source: Path, target: Path, method: Method) -> str:
             if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
                 raise
             raise MachineError(
-                f"{source.name} cannot be hard-linked into {target.parent.parent} ({error.strerror}); "
-                "use --materialize copy."
+                f"{source.name} cannot be hard-linked into {target.parent.parent} ({error.strerror}); {COPY_INSTEAD}."
             ) from None
         return file_sha256(target)
     if method == "reflink":
@@ -114,28 +113,8 @@ def require_space(folder: Path, num_bytes: int) -> None:
     if num_bytes > free:
         raise MachineError(
             f"{folder} has {_gigabytes(free)} free and {_gigabytes(num_bytes)} are needed; free some space, or use "
-            "--materialize link, which shares the base weights with the source."
+            "materialize='link' (--materialize link on the command line), which shares the source's weights."
         )
-
-
-@contextlib.contextmanager
-def plain_disk_errors(folder: Path):
-    """Turn the operating system's errors of writing below `folder` into one sentence each."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise MachineError(f"The disk of {folder} is full; free some space and run it again.") from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            name = error.filename or folder
-            raise UserError(f"{name} cannot be accessed ({error.strerror}); check its permissions.") from error
-        if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.ENOENT, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP):
-            raise UserError(f"{error.filename or folder}: {error.strerror}; name another folder.") from error
-        raise
-    except Exception as error:  # safetensors has an exception type of its own
-        if type(error).__name__ == "SafetensorError" and "os error 28" in str(error):
-            raise MachineError(f"The disk of {folder} is full; free some space and run it again.") from error
-        raise
 
 
 def _gigabytes(num_bytes: int) -> str:

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from transformer2.conversion.checkpoints import file_sha256, read_json
-from transformer2.conversion.files import plain_disk_errors, readable_as_usual, require_space, write_json
+from transformer2.conversion.files import readable_as_usual, require_space, write_json
 from transformer2.conversion.llama_sources import one_line
+from transformer2.conversion.paths import parents_for, plain_os_errors
 from transformer2.conversion.publishing import partial_folder, publish
 from transformer2.errors import MachineError, UserError
 
@@ -43,9 +44,8 @@ def dequantise(gguf_file: Path, output: Path) -> tuple[Path, dict[str, Any]]:
             raise UserError(f"{folder} already exists and is not the dequantised {gguf_file.name}; move it away.")
         return folder, {**record, "folder": folder.name}
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    require_space(folder.parent, 2 * num_elements)
-    with plain_disk_errors(folder.parent), partial_folder(folder, {"gguf": record["sha256"]}, resume=False) as partial:
+    with parents_for(folder), plain_os_errors(folder.parent), partial_folder(folder) as partial:
+        require_space(folder.parent, 2 * num_elements)
         _write(gguf_file, metadata, partial.path)
         write_json(partial.path / RECORD, record)
         publish(partial, folder)

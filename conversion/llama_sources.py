@@ -69,7 +69,8 @@ def _truly_tied(checkpoint: Checkpoint, tied: bool, assume_tied: bool, notes: li
             if not assume_tied:
                 raise UserError(
                     "config.json says tie_word_embeddings: false, but there is no lm_head.weight: the head would be "
-                    "random; use --assume-tied if the model shares its embeddings, or download the missing tensor."
+                    "random; use assume_tied=True (--assume-tied on the command line) if the model shares its "
+                    "embeddings, or download the missing tensor."
                 )
             notes.append("config.json said tie_word_embeddings: false without a head; taken as tied (--assume-tied).")
         return True if head is None else tied

@@ -2,6 +2,9 @@
 
 While it is built, the folder `.NAME.partial-xxxx` holds a journal with size and hash of every finished file. An error
 or Ctrl-C removes the folder; after a kill it stays, for `resume` to go on with or for a plain rerun to replace.
+
+Of several runs that want the same name, one gets it: the journal of a run at work is locked, and whoever looks for
+leftovers, starts or publishes holds a lock on the folder above meanwhile. Both locks end with their process.
 """
 
 import contextlib
@@ -16,7 +19,13 @@ from typing import Any
 
 from transformer2.conversion.checkpoints import file_sha256
 from transformer2.conversion.files import flush
+from transformer2.conversion.paths import parents_for, sentence
 from transformer2.errors import UserError
+
+try:
+    import fcntl
+except ImportError:  # no locks on this system
+    fcntl = None
 
 JOURNAL = ".journal.jsonl"
 
@@ -24,8 +33,8 @@ JOURNAL = ".journal.jsonl"
 class PartialFolder:
     """A folder under construction. `add` runs one step per file, unless the journal says that it is done already."""
 
-    def __init__(self, path: Path, journal, finished: dict[str, dict[str, Any]]):
-        self.path, self._journal, self.finished = path, journal, finished
+    def __init__(self, path: Path, journal, finished: dict[str, dict[str, Any]], overwrite: bool):
+        self.path, self._journal, self.finished, self.overwrite = path, journal, finished, overwrite
         self.reused: list[str] = []
 
     def add(self, name: str, write: Callable[[Path], str | None]) -> dict[str, Any]:
@@ -46,48 +55,52 @@ class PartialFolder:
 
 
 @contextlib.contextmanager
-def partial_folder(output: Path, fingerprint: dict[str, Any], resume: bool) -> Iterator[PartialFolder]:
+def partial_folder(
+    output: Path, fingerprint: dict[str, Any] | None = None, *, overwrite: bool = False, resume: bool = False
+) -> Iterator[PartialFolder]:
     """The folder in which `output` is built; gone when this ends, unless `publish` renamed it.
 
     `fingerprint` says what is being made; a leftover is only gone on with if its own is the same. Raises UserError if
-    it is not, or if another process is at work on the same output.
+    it is not, if another process is at work on the same output, or if `output` exists and may not be replaced.
     """
-    leftovers = sorted(output.parent.glob(f".{glob.escape(output.name)}.partial-*"))
-    path, finished = None, {}
-    for leftover in leftovers:
-        with open(leftover / JOURNAL, "a+", encoding="utf-8") as journal:
-            _lock(journal, output)
-            if resume and path is None and (finished := _finished(journal, fingerprint)):
-                path = leftover
-                continue
-        shutil.rmtree(leftover)
-    if path is None:
-        path = output.parent / f".{output.name}.partial-{secrets.token_hex(4)}"
-        path.mkdir(parents=True)
-    journal = open(path / JOURNAL, "a+", encoding="utf-8")  # noqa: SIM115 (closed below)
-    try:
-        _lock(journal, output)
-        if not finished:
-            journal.truncate(0)
-            journal.write(json.dumps({"fingerprint": fingerprint}))
-            journal.flush()
-        yield PartialFolder(path, journal, finished)
-    finally:
-        journal.close()
-        if path.exists():
-            shutil.rmtree(path)
+    path = journal = None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(parents_for(output))
+        try:
+            with _one_at_a_time(output.parent):
+                _settle(output)
+                _require_free(output, overwrite)
+                path, finished = _take_leftover(output, fingerprint, resume)
+                if path is None:
+                    path = output.parent / f".{output.name}.partial-{secrets.token_hex(4)}"
+                    _make(path, output)
+                journal = open(path / JOURNAL, "a+", encoding="utf-8")  # noqa: SIM115 (closed below)
+                _lock(journal, output)
+            if not finished:
+                journal.truncate(0)
+                journal.write(json.dumps({"fingerprint": fingerprint}))
+                journal.flush()
+            yield PartialFolder(path, journal, finished, overwrite)
+        finally:
+            if path is not None and path.exists():
+                shutil.rmtree(path)
+            if journal is not None:
+                journal.close()
 
 
 def publish(partial: PartialFolder, output: Path) -> None:
     """Give the finished folder its name."""
-    (partial.path / JOURNAL).unlink()
-    swap_in(partial.path, output)
+    with _one_at_a_time(output.parent):
+        _require_free(output, partial.overwrite)
+        (partial.path / JOURNAL).unlink()
+        swap_in(partial.path, output)
 
 
 def swap_in(folder: Path, output: Path) -> None:
     """Rename the finished `folder` to `output`, safe on disk. An older `output` is moved aside first, deleted last."""
-    for path, _, _ in os.walk(folder):
-        flush(Path(path))
+    for path, _, names in os.walk(folder):
+        for file in (*names, "."):
+            flush(Path(path) / file)
     aside = None
     if output.exists():
         aside = output.parent / f".{output.name}.replaced-{secrets.token_hex(4)}"
@@ -103,7 +116,15 @@ def swap_in(folder: Path, output: Path) -> None:
         shutil.rmtree(aside)
 
 
-def settle_interrupted_swap(output: Path) -> None:
+def require_free_name(output: Path, overwrite: bool) -> None:
+    """Raise UserError if `output` exists and may not be replaced; an old one that a killed run lost comes back."""
+    if output.parent.is_dir():
+        with _one_at_a_time(output.parent):
+            _settle(output)
+    _require_free(output, overwrite)
+
+
+def _settle(output: Path) -> None:
     """Undo, or finish, a `publish` that was killed between its renames, so that no old output is lost or left over."""
     for aside in sorted(output.parent.glob(f".{glob.escape(output.name)}.replaced-*")):
         if output.exists():
@@ -112,14 +133,42 @@ def settle_interrupted_swap(output: Path) -> None:
             os.rename(aside, output)
 
 
-def require_free_name(output: Path, overwrite: bool) -> None:
-    """Raise UserError if `output` exists and may not be replaced."""
+def _require_free(output: Path, overwrite: bool) -> None:
+    for parent in output.parents:
+        if parent.exists() and not parent.is_dir():
+            raise UserError(f"{parent} is a file, so there can be no folder {output}; choose another name.")
     if output.is_symlink():
         raise UserError(f"{output} is a symbolic link, which would be replaced; name the folder that it points to.")
     if output.exists() and not output.is_dir():
         raise UserError(f"{output} is a file; choose another name for the output folder.")
     if output.exists() and any(output.iterdir()) and not overwrite:
-        raise UserError(f"{output} already exists; use --overwrite to replace it, or choose another name.")
+        raise UserError(
+            f"{output} already exists; choose another name, or replace it (overwrite=True in Python, --overwrite for "
+            "`convert`, overwrite=true for `train`)."
+        )
+
+
+def _take_leftover(
+    output: Path, fingerprint: dict[str, Any] | None, resume: bool
+) -> tuple[Path | None, dict[str, dict[str, Any]]]:
+    """With `resume`, the folder of a killed run to go on with, and its finished files; other leftovers go."""
+    path, finished = None, {}
+    for leftover in sorted(output.parent.glob(f".{glob.escape(output.name)}.partial-*")):
+        with open(leftover / JOURNAL, "a+", encoding="utf-8") as journal:
+            _lock(journal, output)
+            if resume and path is None and (finished := _finished(journal, fingerprint)):
+                path = leftover
+                continue
+        shutil.rmtree(leftover)
+    return path, finished
+
+
+def _make(path: Path, output: Path) -> None:
+    """The new folder; what goes wrong is said of the name that the user knows."""
+    try:
+        path.mkdir()
+    except OSError as error:
+        raise sentence(error.errno, output) from error
 
 
 def _finished(journal, fingerprint: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -133,19 +182,32 @@ def _finished(journal, fingerprint: dict[str, Any]) -> dict[str, dict[str, Any]]
         return {}
     if records[0].get("fingerprint") != json.loads(json.dumps(fingerprint)):
         raise UserError(
-            "The unfinished conversion was started from another source or with other options; run it without --resume "
-            "to start again."
+            "The unfinished conversion was started from another source or with other options; run it without resume "
+            "(--resume on the command line) to start again."
         )
     return {r["file"]: {"size": r["size"], "sha256": r["sha256"]} for r in records[1:]}
 
 
 def _lock(journal, output: Path) -> None:
     """Held until the file is closed, so also released by a kill."""
-    try:
-        import fcntl
-    except ImportError:
+    if fcntl is None:
         return
     try:
         fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        raise UserError(f"Another conversion is writing {output}; wait for it to end.") from None
+        raise UserError(f"Another run is writing {output}; wait for it to end, or choose another name.") from None
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """A lock on `folder`, waited for: looking for a name and taking it must be one act."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems cannot lock folders
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

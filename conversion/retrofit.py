@@ -19,20 +19,14 @@ from transformer2.conversion.files import (
     choose_method,
     copy,
     place,
-    plain_disk_errors,
     readable_as_usual,
     require_space,
     write_json,
 )
 from transformer2.conversion.llama_sources import EMBEDDING, HEAD, LlamaSource, check_llama
 from transformer2.conversion.new_parameters import initialise, new_tensors
-from transformer2.conversion.publishing import (
-    PartialFolder,
-    partial_folder,
-    publish,
-    require_free_name,
-    settle_interrupted_swap,
-)
+from transformer2.conversion.paths import plain_os_errors, user_path
+from transformer2.conversion.publishing import PartialFolder, partial_folder, publish, require_free_name
 from transformer2.conversion.side_files import side_files
 from transformer2.conversion.sources import Source, resolve_source
 from transformer2.conversion.target_config import (
@@ -41,10 +35,16 @@ from transformer2.conversion.target_config import (
     departs_from_identity,
     refuse_unknown_names,
 )
-from transformer2.conversion.verification import LEVELS, run_checks
+from transformer2.conversion.verification import known_level, run_checks
 from transformer2.errors import CheckFailed, UserError
 
+PLAIN = (
+    "Note: neither a residual nor a local mixer was chosen, so this makes the plain `standard` model, without new "
+    "parameters; `transformer2 variants` lists what else there is."
+)
 
+
+@plain_os_errors()
 def convert(
     source: str | Path,
     output: str | Path,
@@ -69,18 +69,15 @@ def convert(
     Raises UserError for bad input, CheckFailed if verification fails, MachineError for lack of disk; then there is no
     output.
     """
-    if verify not in LEVELS:
-        raise UserError(f"Unknown verification level {verify!r}; choose one of: {', '.join(LEVELS)}.")
+    verify = known_level(verify)
     if materialize not in WAYS:
         raise UserError(f"Unknown way to materialise {materialize!r}; choose one of: {', '.join(WAYS)}.")
     refuse_unknown_names("residual", residual)
     refuse_unknown_names("local_mixer", local_mixer)
     say = progress or (lambda message: None)
-    output = Path(os.path.abspath(Path(output).expanduser()))
-    with plain_disk_errors(output.parent):
-        settle_interrupted_swap(output)
+    output = Path(os.path.abspath(user_path(output)))
+    with plain_os_errors(output.parent):
         require_free_name(output, overwrite)
-        output.parent.mkdir(parents=True, exist_ok=True)
         say("Reading the source")
         origin = resolve_source(source, output, revision)
         _require_apart(origin.folder, output)
@@ -89,7 +86,8 @@ def convert(
         if (departure := departs_from_identity(config)) and verify in ("L2", "L3"):
             raise UserError(
                 f"{departure} does not start as the source model, so its logits cannot be equal: leave the form at "
-                "'identity', or use --verify L1 to convert all the same."
+                "'identity', or use verify='L1' (--verify L1 on the command line) to convert "
+                "all the same."
             )
         plan = {
             "residual": config.residual,
@@ -99,7 +97,9 @@ def convert(
             "materialize": materialize,
         }
         fingerprint = {"plan": plan, "tool": transformer2.__version__, "source": _signature(llama)}
-        with partial_folder(output, fingerprint, resume) as partial:
+        if config.residual["type"] == "standard" and config.local_mixer["type"] == "none":
+            say(PLAIN)
+        with partial_folder(output, fingerprint, overwrite=overwrite, resume=resume) as partial:
             report = _build(partial, origin, llama, config, plan, say)
             say(f"Verifying ({verify})")
             result = run_checks(origin.folder, partial.path, verify, progress=say)

@@ -6,7 +6,16 @@ from transformer2.conversion.sources import UNWANTED_SUFFIXES
 
 REPLACED = {"config.json", "verification.json", "transformer2_conversion.json"}
 RENAMED = {"README.md": "BASE_README.md"}  # it describes another model; kept for its licence and credits
-TRAINING = ("optimizer", "scheduler", "trainer_state", "training_args", "rng_state", "scaler", "consolidated")
+TRAINING = (
+    "optimizer",
+    "scheduler",
+    "trainer_state",
+    "training_args",
+    "training_report",
+    "rng_state",
+    "scaler",
+    "consolidated",
+)
 TRAINING_FOLDERS = ("checkpoint-", "global_step", "runs", "wandb", "original", "onnx", "logs")
 
 

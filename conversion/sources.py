@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformer2.conversion.paths import user_path
 from transformer2.errors import UserError
 
 # Weights in other formats, pickles, code and leftovers of training: never downloaded, never carried over.
@@ -28,7 +29,7 @@ def resolve_source(source: str | Path, output: Path, revision: str | None = None
 
     Raises UserError, in one sentence, if there is no such model or it cannot be reached.
     """
-    path = Path(source).expanduser()
+    path = user_path(source)
     if path.is_file() and path.suffix == ".gguf":
         from transformer2.conversion.gguf_files import dequantise
 
@@ -47,7 +48,9 @@ def resolve_source(source: str | Path, output: Path, revision: str | None = None
 
 def _refuse_revision(revision: str | None) -> None:
     if revision is not None:
-        raise UserError("--revision picks a commit of a model on the Hub; a source on disk has none, so drop it.")
+        raise UserError(
+            "A revision (--revision) picks a commit of a model on the Hub; a source on disk has none, so drop it."
+        )
 
 
 def _download(repo_id: str, revision: str | None) -> Source:

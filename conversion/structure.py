@@ -4,7 +4,15 @@ import json
 from pathlib import Path
 
 from transformer2 import Transformer2Config
-from transformer2.conversion.checkpoints import DTYPES, INDEX_NAME, PROVENANCE, Checkpoint, file_sha256, read_json
+from transformer2.conversion.checkpoints import (
+    DTYPES,
+    INDEX_NAME,
+    PROVENANCE,
+    Checkpoint,
+    TensorEntry,
+    file_sha256,
+    read_json,
+)
 from transformer2.conversion.llama_sources import LlamaSource, some
 from transformer2.conversion.new_parameters import new_tensors
 from transformer2.conversion.publishing import JOURNAL
@@ -18,7 +26,7 @@ def check_structure(source: LlamaSource, output: Checkpoint, config: Transformer
     """L0: check name -> what is wrong (empty: nothing). Reads headers only."""
     return {
         "base tensors": _base_tensors(source, output),
-        "new tensors": _new_tensors(source, output, config),
+        "new tensors": new_tensor_faults(source, output, config, set(source.checkpoint.tensors)),
         "index": _index(output),
         "config": _config(source, output, config),
         "files": _files(output),
@@ -32,6 +40,11 @@ def check_bytes(source: LlamaSource, output: Checkpoint) -> dict[str, list[str]]
         for name, entry in source.checkpoint.tensors.items()
         if name in output.tensors and output.tensors[name].sha256() != entry.sha256()
     ]
+    return {"tensor bytes": tensors, "carried files": changed_files(source, output)}
+
+
+def changed_files(source: LlamaSource, output: Checkpoint) -> list[str]:
+    """Files that the conversion took from the source and that differ from it now."""
     carried = []
     for name, entry in (_planned_files(output) or {}).items():
         if name.endswith(".safetensors") or "from" not in entry:
@@ -39,24 +52,29 @@ def check_bytes(source: LlamaSource, output: Checkpoint) -> dict[str, list[str]]
         original, file = source.checkpoint.folder / entry["from"], output.folder / name
         if original.is_file() and file.is_file() and file_sha256(original) != file_sha256(file):
             carried.append(f"{name} differs from the source's {entry['from']}")
-    return {"tensor bytes": tensors, "carried files": carried}
+    return carried
 
 
 def _base_tensors(source: LlamaSource, output: Checkpoint) -> list[str]:
-    wrong = []
-    for name, entry in source.checkpoint.tensors.items():
-        found = output.tensors.get(name)
-        if found is None:
-            wrong.append(f"{name} is missing")
-        elif (found.shape, found.dtype) != (entry.shape, entry.dtype):
-            was, now = f"{entry.dtype} {list(entry.shape)}", f"{found.dtype} {list(found.shape)}"
-            wrong.append(f"{name} was {was} and is {now}")
-    return wrong
+    faults = [tensor_fault(name, entry, output.tensors.get(name)) for name, entry in source.checkpoint.tensors.items()]
+    return [fault for fault in faults if fault]
 
 
-def _new_tensors(source: LlamaSource, output: Checkpoint, config: Transformer2Config) -> list[str]:
+def tensor_fault(name: str, entry: TensorEntry, found: TensorEntry | None) -> str | None:
+    """What is wrong with `found`, which should have the shape and type of the source's `entry`."""
+    if found is None:
+        return f"{name} is missing"
+    if (found.shape, found.dtype) == (entry.shape, entry.dtype):
+        return None
+    return f"{name} was {entry.dtype} {list(entry.shape)} and is {found.dtype} {list(found.shape)}"
+
+
+def new_tensor_faults(
+    source: LlamaSource, output: Checkpoint, config: Transformer2Config, known: set[str]
+) -> list[str]:
+    """What is wrong with the tensors that are not `known`: they must be those that the configuration implies."""
     expected = new_tensors(config, source)
-    found = {name: entry for name, entry in output.tensors.items() if name not in source.checkpoint.tensors}
+    found = {name: entry for name, entry in output.tensors.items() if name not in known}
     wrong = [f"{name} is missing" for name in expected if name not in found]
     wrong += [f"{name} is not implied by the config" for name in found if name not in expected]
     for name, (shape, dtype) in expected.items():
@@ -69,6 +87,8 @@ def _new_tensors(source: LlamaSource, output: Checkpoint, config: Transformer2Co
 
 def _index(output: Checkpoint) -> list[str]:
     """Every listed tensor is where the index says, or `open_checkpoint` would have raised; the totals remain."""
+    if not (output.folder / INDEX_NAME).is_file():
+        return [f"{INDEX_NAME} is missing: this is not the folder as it was converted, but one that was saved again"]
     metadata = read_json(output.folder / INDEX_NAME).get("metadata", {})
     total = sum(entry.end - entry.start for entry in output.tensors.values())
     return [] if metadata.get("total_size") == total else [f"total_size is {metadata.get('total_size')}, not {total}"]
@@ -76,15 +96,18 @@ def _index(output: Checkpoint) -> list[str]:
 
 def _config(source: LlamaSource, output: Checkpoint, loaded: Transformer2Config) -> list[str]:
     stored = read_json(output.folder / "config.json")
-    again = json.loads(json.dumps(config_json(loaded)))
-    derived = json.loads(json.dumps(config_json(build_config(source, loaded.residual, loaded.local_mixer))))
+    again, derived = config_json(loaded), config_json(build_config(source, loaded.residual, loaded.local_mixer))
     wrong = []
     for other, reason in ((again, "does not survive loading"), (derived, "does not follow from the source's config")):
-        fields = sorted(name for name in {*stored, *other} if stored.get(name) != other.get(name))
-        fields = [name for name in fields if name != "transformers_version"]
-        if fields:
+        if fields := config_differences(stored, other):
             wrong.append(f"{some(fields)} {reason}")
     return wrong
+
+
+def config_differences(one: dict, other: dict) -> list[str]:
+    """The fields in which two configurations differ, the version that wrote them aside."""
+    one, other = (json.loads(json.dumps(config)) for config in (one, other))
+    return sorted(n for n in {*one, *other} - {"transformers_version"} if one.get(n) != other.get(n))
 
 
 def _files(output: Checkpoint) -> list[str]:

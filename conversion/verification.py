@@ -17,18 +17,34 @@ import transformers
 import transformer2
 from transformer2 import Transformer2Config
 from transformer2.conversion.checkpoints import Checkpoint, open_checkpoint, read_json
-from transformer2.conversion.files import plain_disk_errors, write_json
+from transformer2.conversion.files import write_json
 from transformer2.conversion.liveness import check_liveness
 from transformer2.conversion.llama_sources import LlamaSource, check_llama
 from transformer2.conversion.logits import check_fresh_process, check_logits
+from transformer2.conversion.paths import FORBIDDEN, plain_os_errors, user_path
 from transformer2.conversion.sources import resolve_source
-from transformer2.conversion.structure import check_bytes, check_structure, summary
+from transformer2.conversion.structure import changed_files, check_bytes, check_structure, summary
+from transformer2.conversion.trained import (
+    changed_tensors,
+    check_trained_structure,
+    note,
+    trained_everything,
+    training_report,
+)
 from transformer2.errors import UserError
 
 RESULT = "verification.json"
 LEVELS = ("L0", "L1", "L2", "L3")
 
 
+def known_level(level: str) -> str:
+    """The level as it is spelt here. Raises UserError, with the list, for an unknown one."""
+    if str(level).upper() not in LEVELS:
+        raise UserError(f"Unknown verification level {level!r}; choose one of: {', '.join(LEVELS)}.")
+    return level.upper()
+
+
+@plain_os_errors()
 def verify(
     source: str | Path,
     output: str | Path,
@@ -41,12 +57,12 @@ def verify(
     """Check the converted folder `output` against its source (a folder or Hub name) up to `level`.
 
     Returns the result, whose "passed" says whether everything held; it is written to `verification.json` in `output`
-    as well. `fresh_process=False` leaves out the part of L2 that starts a process without the package. Raises
+    as well. A folder that `train` wrote is compared as far as training leaves things in place (L0 and L1), and "notes"
+    says so. `fresh_process=False` leaves out the part of L2 that starts a process without the package. Raises
     UserError if one of the two cannot be read at all.
     """
-    if level not in LEVELS:
-        raise UserError(f"Unknown verification level {level!r}; choose one of: {', '.join(LEVELS)}.")
-    output = Path(output).expanduser()
+    level = known_level(level)
+    output = user_path(output)
     if not output.is_dir():
         raise UserError(f"There is no folder {output}.")
     if str(source).endswith(".gguf"):
@@ -54,7 +70,7 @@ def verify(
             f"Give the dequantised folder that the conversion reported, not {Path(source).name}: that is the source."
         )
     folder = resolve_source(source, output, revision).folder
-    with plain_disk_errors(output):
+    with plain_os_errors(output):
         return run_checks(folder, output, level, fresh_process=fresh_process, progress=progress)
 
 
@@ -70,6 +86,7 @@ def run_checks(
     say = progress or (lambda message: None)
     started = time.perf_counter()
     checks: list[dict[str, Any]] = []
+    notes: list[str] = []
 
     def record(check_level: str, name: str, passed: bool, detail: str, **figures: Any) -> None:
         entry = {"level": check_level, "name": name, "passed": bool(passed), "detail": detail}
@@ -83,23 +100,29 @@ def run_checks(
     if converted is not None:
         wanted = LEVELS.index(level)
         loaded = _load_config(output, record)
-        for name, wrong in ({} if loaded is None else check_structure(source, converted, loaded)).items():
-            record("L0", name, not wrong, summary(wrong))
-        sound = all(check["passed"] for check in checks if check["name"] in ("base tensors", "new tensors", "config"))
-        if wanted >= 1:
-            say("Comparing bytes")
-            for name, wrong in check_bytes(source, converted).items():
-                record("L1", name, not wrong, summary(wrong))
-        if wanted >= 2 and sound:
-            _logits(source, output, record, fresh_process, say)
-        if wanted >= 3 and sound:
-            say("Following gradients")
-            _liveness(source, converted, record)
+        if (report := training_report(output)) is not None:
+            level, notes = _trained(source, converted, loaded, report, wanted, record, say)
+        else:
+            for name, wrong in ({} if loaded is None else check_structure(source, converted, loaded)).items():
+                record("L0", name, not wrong, summary(wrong))
+            sound = all(
+                check["passed"] for check in checks if check["name"] in ("base tensors", "new tensors", "config")
+            )
+            if wanted >= 1:
+                say("Comparing bytes")
+                for name, wrong in check_bytes(source, converted).items():
+                    record("L1", name, not wrong, summary(wrong))
+            if wanted >= 2 and sound:
+                _logits(source, output, record, fresh_process, say)
+            if wanted >= 3 and sound:
+                say("Following gradients")
+                _liveness(source, converted, record)
     failures = [f"{check['level']} {check['name']}: {check['detail']}" for check in checks if not check["passed"]]
     result = {
         "level": level,
         "passed": not failures,
         "failures": failures,
+        "notes": notes,
         "checks": checks,
         "seconds": round(time.perf_counter() - started, 2),
         "versions": {
@@ -108,8 +131,36 @@ def run_checks(
             "transformers": transformers.__version__,
         },
     }
-    write_json(output / RESULT, result)
+    try:
+        write_json(output / RESULT, result)
+    except OSError as error:
+        if error.errno not in FORBIDDEN:
+            raise
+        notes.append(f"{RESULT} could not be written, because the folder may not be changed.")
     return result
+
+
+def _trained(
+    source: LlamaSource,
+    output: Checkpoint,
+    loaded: Transformer2Config | None,
+    report: dict[str, Any],
+    wanted: int,
+    record: Callable[..., None],
+    say: Callable[[str], None],
+) -> tuple[str, list[str]]:
+    """The checks of a folder that `train` wrote; returns the level that they reach and what to tell the user."""
+    for name, wrong in ({} if loaded is None else check_trained_structure(source, output, loaded)).items():
+        record("L0", name, not wrong, summary(wrong))
+    changed = None
+    if wanted >= 1:
+        say("Comparing bytes")
+        changed, files = changed_tensors(source, output), changed_files(source, output)
+        if not trained_everything(report):
+            faults = [f"{name} has other bytes than in the source" for name in changed]
+            record("L1", "tensor bytes", not faults, summary(faults))
+        record("L1", "carried files", not files, summary(files))
+    return LEVELS[min(wanted, 1)], [note(source, report, changed)]
 
 
 def _open(output: Path, record: Callable[..., None]) -> Checkpoint | None:
@@ -159,8 +210,13 @@ def _liveness(source: LlamaSource, converted: Checkpoint, record: Callable[..., 
     result = check_liveness(converted.folder, new)
     documented = sorted({*result["documented"], *result["idle"]})
     wrong = sorted(set(result["dead_at_start"]) ^ set(documented))
-    detail = f"{len(documented)} of {result['new_tensors']} new tensors dormant, as documented"
+    total = f"{result['new_tensors']} new tensors"
+    if documented:
+        detail = f"{len(documented)} of {total} have no gradient yet, as documented: what they feed starts at zero"
+    else:
+        detail = f"each of {total} has a gradient"
     record("L3", "step 0", not wrong, f"not as documented: {summary(wrong)}" if wrong else detail, **result)
     wrong = sorted(set(result["dead_after_two_steps"]) ^ set(result["idle"]))
-    detail = f"all alive but {len(result['idle'])} idle ones" if result["idle"] else "all new tensors alive"
+    unused = f", but {len(result['idle'])} that this variant never uses" if result["idle"] else ""
+    detail = f"each of {total} has a gradient{unused}"
     record("L3", "step 2", not wrong, f"without gradient: {summary(wrong)}" if wrong else detail)

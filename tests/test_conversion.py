@@ -246,7 +246,7 @@ def test_loads_through_the_auto_class_and_saves_again(tmp_path):
 def test_another_form_is_refused_where_equality_is_asked_for(tmp_path):
     source, output = save_llama(tmp_path / "llama"), tmp_path / "out"
     paper = {"type": "ddl", "form": "paper"}
-    with pytest.raises(UserError, match=r"residual 'ddl' in its 'paper' form .* --verify L1"):
+    with pytest.raises(UserError, match=r"residual 'ddl' in its 'paper' form .* verify='L1' .--verify L1"):
         convert(source, output, residual=paper)
     assert not output.exists()
     assert convert(source, output, residual=paper, verify="L1")["residual"]["form"] == "paper"
@@ -260,6 +260,7 @@ def test_inspect(tmp_path):
     report = inspect_checkpoint(output)
     assert report["residual"]["type"] == "ddl"
     assert report["new_parameters"] == sum(kind["parameters"] for kind in report["kinds"])
+    assert report["new_parameters"] == report["variant_parameters"] > 0
     kinds = {kind["name"]: kind for kind in report["kinds"]}
     assert kinds["model.layers.*.mlp_residual.rewrite.value.weight"]["shape"] == [1, 32]
     assert kinds["model.layers.*.mlp_residual.rewrite.value.weight"]["tensors"] == 3

@@ -5,11 +5,12 @@ import subprocess
 import sys
 
 import pytest
+from helpers import tiny_model
 from typer import BadParameter
 
 import transformer2_cli
 from transformer2 import conversion
-from transformer2_cli.conversion import parse_settings, parse_value
+from transformer2_cli.conversion import parse_settings, parse_value, show_checks
 
 
 @pytest.fixture
@@ -39,6 +40,8 @@ def test_convert_verify_inspect(run, llama_folder, tmp_path):
     assert report["verification"]["passed"]
     assert "Verification L1" in err
     assert "tensor bytes" in err
+    assert "pass ok" not in err
+    assert "neither a residual nor" not in err
 
     code, out, err = run("verify", llama_folder, output, "--level", "L1", "--json")
     assert code == 0
@@ -59,6 +62,45 @@ def test_convert_verify_inspect(run, llama_folder, tmp_path):
     assert code == 1
     assert json.loads(out)["failures"] == ["L0 files: stray is not part of the conversion"]
     assert err.splitlines()[-1].startswith(f"Error: {output} does not hold up: L0 files")
+
+
+def test_a_proof_that_a_newcomer_understands(capsys):
+    def check(level, name, detail, passed=True):
+        return {"level": level, "name": name, "detail": detail, "passed": passed}
+
+    checks = [check("L0", "base tensors", "ok"), check("L2", "float32 left_padded", "bit-equal on 56 tokens")]
+    show_checks({"level": "L3", "seconds": 1, "checks": [*checks, check("L3", "step 0", "x[1]", passed=False)]})
+    rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().err.splitlines()]
+    assert "L0 structure base tensors pass" in rows
+    assert "L2 logits float32 left padded pass bit-equal on 56 tokens" in rows
+    assert "L3 gradients step 0 FAIL x[1]" in rows
+
+
+def test_without_a_choice_the_plain_model_is_made_and_called_so(run, llama_folder, tmp_path):
+    code, _, err = run("convert", llama_folder, tmp_path / "out", "--verify", "l1")  # levels in any case
+    assert code == 0
+    assert "Note: neither a residual nor a local mixer was chosen, so this makes the plain `standard` model" in err
+    assert "Verification L1" in err
+    code, out, _ = run("verify", llama_folder, tmp_path / "out", "--level", "l0")
+    assert out.endswith("checks up to L0 hold.\n")
+
+
+def test_version(run):
+    from importlib import metadata
+
+    code, out, _ = run("--version")
+    assert (code, out) == (0, f"transformer2 {metadata.version('transformer2')}\n")
+
+
+def test_a_model_from_scratch_has_nothing_new(run, tmp_path):
+    tiny_model({"type": "ddl"}).save_pretrained(tmp_path / "scratch")
+    code, out, _ = run("inspect", tmp_path / "scratch")
+    assert code == 0
+    assert "new" not in out
+    assert "in residuals and local mixers; not made by a conversion" in out
+    code, out, _ = run("inspect", tmp_path / "scratch", "--json")
+    assert "new_parameters" not in json.loads(out)
+    assert json.loads(out)["variant_parameters"] > 0
 
 
 def test_failed_proof_exits_with_1(run, llama_folder, tmp_path, monkeypatch):
@@ -141,9 +183,8 @@ def test_interrupted(run, llama_folder, tmp_path, monkeypatch):
 
     monkeypatch.setattr(conversion, "convert", interrupted)
     code, out, err = run("convert", llama_folder, tmp_path / "out")
-    assert code != 0
-    assert out == ""
-    assert "Traceback" not in err
+    assert (code, out) == (130, "")
+    assert err.strip() == "Interrupted; nothing was left half-written."
 
 
 def test_help_needs_neither_torch_nor_transformers():

@@ -29,9 +29,9 @@ def test_existing_output_is_replaced_only_on_request(llama_folder, tmp_path):
     output = tmp_path / "out"
     convert(llama_folder, output, **DDL)
     (output / "mine.txt").write_text("precious")
-    with pytest.raises(UserError, match="already exists; use --overwrite"):
+    with pytest.raises(UserError, match="already exists; choose another name, or replace it .overwrite=True"):
         convert(llama_folder, output, residual="short_swa", verify="L0")
-    with pytest.raises(UserError, match="already exists; use --overwrite"):
+    with pytest.raises(UserError, match="already exists; choose another name, or replace it .overwrite=True"):
         convert(llama_folder, output, **DDL, resume=True)
     assert (output / "mine.txt").read_text() == "precious"
     convert(llama_folder, output, residual="short_swa", verify="L0", overwrite=True)
@@ -164,7 +164,7 @@ def test_clones_where_the_file_system_can(llama_folder, tmp_path, monkeypatch):
 
     monkeypatch.setattr(files, "clone", unable)
     assert convert(llama_folder, tmp_path / "a", **DDL)["materialized"] == "copy"
-    with pytest.raises(MachineError, match="cannot clone files .* use --materialize copy"):
+    with pytest.raises(MachineError, match="cannot clone files .* use materialize='copy', or --materialize copy"):
         convert(llama_folder, tmp_path / "b", **DDL, materialize="reflink")
     monkeypatch.setattr(files, "clone", shutil.copyfile)  # what a clone looks like from outside
     assert convert(llama_folder, tmp_path / "c", **DDL)["materialized"] == "reflink"
@@ -177,7 +177,7 @@ def test_link_across_file_systems(llama_folder, tmp_path, monkeypatch):
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "link", link)
-    with pytest.raises(MachineError, match="cannot be hard-linked .* use --materialize copy"):
+    with pytest.raises(MachineError, match="cannot be hard-linked .* use materialize='copy', or --materialize copy"):
         convert(llama_folder, tmp_path / "out", **DDL, materialize="link")
     assert beside(llama_folder) == ["llama"]
 
@@ -248,7 +248,7 @@ def test_plain_rerun_starts_again(killed):
 
 def test_resume_with_other_options_is_refused(killed):
     source, leftover = killed
-    with pytest.raises(UserError, match="other options; run it without --resume"):
+    with pytest.raises(UserError, match="other options; run it without resume"):
         convert(source, source.parent / "out", residual="short_swa", verify="L0", resume=True)
     assert leftover.exists()
 
@@ -257,7 +257,7 @@ def test_two_conversions_at_once(killed):
     source, leftover = killed
     with open(leftover / ".journal.jsonl", "a") as journal:
         fcntl.flock(journal, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="Another conversion is writing"):
+        with pytest.raises(UserError, match="Another run is writing"):
             convert(source, source.parent / "out", **DDL)
     assert leftover.exists()
 

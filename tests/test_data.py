@@ -1,6 +1,7 @@
 """From files to packed rows."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -56,6 +57,70 @@ def test_unreadable_sources_are_named(tmp_path):
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(UserError, match="no text"):
         read_documents(tmp_path / "empty.txt")
+
+
+ODD_TABLES = {
+    b'{"text": "a"}\n\n\n{"text": "b"}\n\n': ["a", "b"],
+    b'\xef\xbb\xbf{"text": "a"}\r\n{"text": "b"}\r\n': ["a", "b"],
+    b'{"text": "a"}\n{"other": "x"}\n{"text": null}\n{"text": "b"}': ["a", "b"],
+    b'{"text": "' + b"x y " * 1_000_000 + b'"}\n{"text": "b"}': ["x y " * 1_000_000, "b"],
+    b'{"text": "a"}\n{"text": 5}\n': "holds int, not text, in row 2.",
+    b'{"text": ["a"]}\n': "holds list, not text, in row 1.",
+    b'{"text": "na\xefve"}\n{"text": "b"}\n': "it is not UTF-8 text; convert it first.",
+    b'{"text": "a"}\n{"text": "b': "Missing a closing quotation mark",
+    b'"a"\n"b"\n': "Cannot load the data set",
+    b'{"text": null}\n': "every document is empty",
+    b"": "there are no rows in it.",
+    b"\n\n": "Cannot load the data set",
+}
+
+
+@pytest.mark.parametrize("content", ODD_TABLES, ids=range(len(ODD_TABLES)))
+def test_odd_tables(tmp_path, monkeypatch, capfd, content):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "odd.jsonl").write_bytes(content)
+    expected = ODD_TABLES[content]
+    if isinstance(expected, list):
+        assert read_documents(tmp_path / "odd.jsonl") == expected
+        return
+    with pytest.raises(UserError) as error:
+        read_documents(tmp_path / "odd.jsonl")
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
+    assert capfd.readouterr().err == ""  # the library's own complaint would say it twice
+
+
+def test_odd_parquet_files_and_places(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"body": ["a"]}).to_parquet(tmp_path / "other.parquet")
+    (tmp_path / "empty.parquet").touch()
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 and so on")
+    (tmp_path / "folder").mkdir()
+    for name, reason in {
+        "other.parquet": "has no column 'text'; its columns are: body",
+        "empty.parquet": "Cannot load the data set",
+        "broken.parquet": "Cannot load the data set",
+        "folder": "Cannot load the data set",
+        "none*.txt": "No such file",
+        "none*.jsonl": "no such file",
+        "x" * 300 + ".txt": "File name too long",
+    }.items():
+        with pytest.raises(UserError, match=re.escape(reason)) as error:
+            read_documents(str(tmp_path / name))
+        assert "\n" not in str(error.value)
+
+
+def test_text_with_a_byte_order_mark_and_folders_of_text(tmp_path, monkeypatch):
+    (tmp_path / "bom.txt").write_bytes(b"\xef\xbb\xbfhello")
+    assert read_documents(tmp_path / "bom.txt") == ["hello"]
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "folder").mkdir()
+    for name, text in {"a.txt": "one\n\nmore", "b.txt": "two\nlines"}.items():
+        (tmp_path / "folder" / name).write_text(text)
+    assert read_documents(tmp_path / "folder") == ["one\n\nmore", "two\nlines"]  # not a document per line
+    assert read_documents(tmp_path / "folder", separator="\n\n") == ["one", "more", "two\nlines"]
 
 
 def test_the_bytes_of_all_tokens_add_up_to_the_text():

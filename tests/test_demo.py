@@ -29,10 +29,21 @@ def test_the_whole_job(tmp_path, monkeypatch, capsys):
     assert rows[2]["perplexity"] != start
     assert rows[4]["perplexity"] != start
     assert rows[1]["parameters"] > rows[0]["parameters"]
+    assert all(row["tokens_per_second"] > 0 for row in rows)
     shown = capsys.readouterr()
+    assert (shown.out + shown.err).count(demo.PROMPT) == 1
     assert f"{start:.4f}" in shown.out
     assert "Verification L3" in shown.err
     assert json.loads((tmp_path / "out" / "ddl" / "verification.json").read_text())["passed"]
+
+
+def test_speed_is_the_median_after_a_warm_up(tmp_path, monkeypatch):
+    model = checkpoint(tmp_path / "model", residual=None)
+    times = iter([0.0, 100.0, 0.0, 1.0, 0.0, 2.0, 0.0, 90.0])  # the warm-up, and three passes
+    monkeypatch.setattr(demo, "TIMED_PASSES", 3)
+    monkeypatch.setattr(demo, "SEQUENCE_LENGTH", 64)
+    monkeypatch.setattr(demo.time, "perf_counter", lambda: next(times))
+    assert demo.tokens_per_second(model) == 64 / 2.0
 
 
 def test_held_out_text_is_not_trained_on(tmp_path):

@@ -1,6 +1,7 @@
 """`transformer2 generate`."""
 
 import io
+import json
 
 import pytest
 import torch
@@ -63,7 +64,10 @@ def test_chat_uses_the_format_of_the_checkpoint(model):
 def test_the_command_writes_the_text_alone_to_standard_output(model, monkeypatch, capsys):
     code, out, error = command(monkeypatch, capsys, "generate", model, words(6), "--max-new-tokens", 8)
     assert code == 0, error
-    assert out.strip() == generate(model, words(6), max_new_tokens=8)
+    text = generate(model, words(6), max_new_tokens=8)
+    assert out.strip() == text
+    code, out, _ = command(monkeypatch, capsys, "generate", model, words(6), "--max-new-tokens", 8, "--json")
+    assert (code, json.loads(out)) == (0, {"prompt": words(6), "text": text})
     for arguments, message in (
         (["--max-new-tokens", 0], "must be at least 1"),
         (["--temperature", 0], "temperature must be greater than 0"),

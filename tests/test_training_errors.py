@@ -49,7 +49,7 @@ def run(tmp_path, settings, monkeypatch, capsys):
         (["data.train={tmp}/latin.txt"], 2, "is not UTF-8"),
         (["data.train={tmp}/gone.txt"], 2, "No such file"),
         (["data.eval_tokens=1000"], 2, "cannot be held out"),
-        (["output={tmp}/full"], 2, "is not empty: set overwrite=true"),
+        (["output={tmp}/full"], 2, "already exists; choose another name"),
         (["output={tmp}/model", "overwrite=true"], 2, "holds the model to start from"),
         (["output={tmp}/text.txt"], 2, "is a file"),
         (["optimisation.lr.new=1e30", "optimisation.clip=null"], 1, "at step 2, so training stopped"),
@@ -127,6 +127,7 @@ def test_the_settings_can_be_printed_without_a_run(settings, tmp_path, monkeypat
     assert "    new: 0.003" in out.splitlines()
     assert "  gradient_checkpointing: false" in out.splitlines()
     assert not (tmp_path / "out").exists()
+    assert command(monkeypatch, capsys, "train", tmp_path / "run.yaml", "--no-print-config")[0] == 2
     code, _, error = command(monkeypatch, capsys, "train", tmp_path / "none.yaml")
     assert code == 2
     assert "Cannot read the configuration file" in error

@@ -1,5 +1,6 @@
 """Verification finds what is wrong, at the level where it should, and says where."""
 
+import errno
 import json
 import shutil
 
@@ -8,7 +9,8 @@ import torch
 from helpers import tiny_llama
 from safetensors.torch import load_file, save_file
 
-from transformer2.conversion import convert, verify
+from transformer2 import Transformer2ForCausalLM
+from transformer2.conversion import convert, verification, verify
 from transformer2.conversion.checkpoints import read_header
 from transformer2.conversion.liveness import check_liveness
 from transformer2.conversion.probes import compare
@@ -65,6 +67,12 @@ def test_sound_conversion_passes(source, output, monkeypatch):
     assert result["passed"]
     assert result["level"] == "L3"
     assert [check["level"] for check in result["checks"]] == ["L0"] * 5 + ["L1"] * 2 + ["L2"] * 7 + ["L3"] * 2
+    details = {check["name"]: check["detail"] for check in result["checks"]}
+    # of each of 3 layers: query, key, value and norm of the mixer, which wait behind its zero output projection
+    assert (
+        details["step 0"] == "12 of 51 new tensors have no gradient yet, as documented: what they feed starts at zero"
+    )
+    assert details["step 2"] == "each of 51 new tensors has a gradient"
     figures = {check["name"]: check.get("figures") for check in result["checks"]}
     exact = {"bit_equal": True, "max_abs_diff": 0.0, "max_kl": 0.0, "top1_agreement": 1.0}
     assert figures["float32 long"] == {**exact, "tokens": 256}  # all the positions that this model has
@@ -130,6 +138,25 @@ def test_lost_provenance(source, output):
     (output / "transformer2_conversion.json").unlink()
     (failure,) = failures(source, output, "L1")
     assert failure == "L0 files: transformer2_conversion.json is missing or broken, so the files cannot be checked"
+
+
+def test_folder_that_was_saved_again(source, output):
+    Transformer2ForCausalLM.from_pretrained(output).save_pretrained(output.parent / "again")
+    found = failures(source, output.parent / "again", "L1")
+    assert found[0].startswith(
+        "L0 index: model.safetensors.index.json is missing: this is not the folder as it was conv"
+    )
+    assert not any(failure.startswith(("L0 base", "L0 new", "L1")) for failure in found)  # which are as they were
+
+
+def test_read_only_folder_can_be_verified(source, output, monkeypatch):
+    def denied(file, value):
+        raise PermissionError(errno.EACCES, "Permission denied", str(file))
+
+    monkeypatch.setattr(verification, "write_json", denied)
+    result = verify(source, output, "L0")
+    assert result["passed"]
+    assert result["notes"] == ["verification.json could not be written, because the folder may not be changed."]
 
 
 def test_truncated_shard(source, output):

@@ -1,10 +1,12 @@
 """From files or a data set to a list of documents (strings), and to tokens."""
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from transformer2.conversion.paths import user_path
 from transformer2.errors import UserError
 from transformer2.training.packing import PackedText
 
@@ -19,7 +21,7 @@ def read_documents(
     split: str = "train",
     name: str | None = None,
 ) -> list[str]:
-    """The documents of files (text, JSONL, parquet), data set folders or hub data sets, in order, empty ones left out.
+    """The documents of files (text, JSONL, parquet), folders of them or hub data sets, in order, empty ones left out.
 
     text_column: where the text of a table or data set is. separator: what stands between the documents of a text file
     (None: the file is one document). split, name: which part of a data set.
@@ -27,12 +29,12 @@ def read_documents(
     """
     documents = []
     for source in [sources] if isinstance(sources, str | Path) else sources:
-        path = Path(source)
+        path = user_path(source)
         if path.suffix in TEXT_SUFFIXES or (path.is_file() and path.suffix not in TABLE_FORMATS):
             text = _read_text(path)
             found = text.split(separator) if separator else [text]
         else:
-            found = _read_table(str(source), text_column, split, name)
+            found = _read_table(str(path) if path.exists() else str(source), text_column, separator, split, name)
         documents += [text for text in found if text and not text.isspace()]
     if not documents:
         raise UserError(f"There is no text in {sources}: every document is empty.")
@@ -99,7 +101,7 @@ def _batches(documents: list[str], size: int) -> Iterator[list[str]]:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # some editors put a byte order mark first
     except UnicodeDecodeError as error:
         raise UserError(
             f"{path} is not UTF-8 text (byte {error.start} cannot be read): convert it to UTF-8 first."
@@ -108,7 +110,7 @@ def _read_text(path: Path) -> str:
         raise UserError(f"Cannot read the text file {path}: {error.strerror}.") from None
 
 
-def _read_table(source: str, text_column: str, split: str, name: str | None) -> list[str]:
+def _read_table(source: str, text_column: str, separator: str | None, split: str, name: str | None) -> list[str]:
     """One column of a JSONL or parquet file, of a data set folder, or of a hub data set."""
     try:
         import datasets
@@ -116,10 +118,16 @@ def _read_table(source: str, text_column: str, split: str, name: str | None) -> 
         raise UserError(f"Reading {source} needs the package datasets: pip install 'transformer2[train]'.") from None
 
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(logging.CRITICAL)  # what it says of failures is in the error as well
     path = Path(source)
     if path.suffix in TABLE_FORMATS and not path.is_file():
         raise UserError(f"Cannot read the data file {source}: no such file.")
     try:
+        if _holds_only_text(
+            path
+        ):  # a document per file, as if they were named one by one; the library would cut lines
+            table = datasets.load_dataset("text", data_dir=source, split=split, sample_by="document")
+            return [part for text in table["text"] for part in (text.split(separator) if separator else [text])]
         if path.is_file():
             table = datasets.load_dataset(TABLE_FORMATS[path.suffix], data_files=str(path), split="train")
         elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
@@ -127,15 +135,33 @@ def _read_table(source: str, text_column: str, split: str, name: str | None) -> 
             table = table[split] if isinstance(table, dict) else table
         else:
             table = datasets.load_dataset(source, name, split=split)
+        texts = list(table[text_column]) if text_column in table.column_names else None
     except Exception as error:  # the library has a dozen kinds for "cannot read this", from pyarrow's to httpx's
-        cause = str(error.__cause__ or error) or type(error).__name__
-        raise UserError(f"Cannot load the data set {source}: {cause.strip().splitlines()[0]}") from error
-    if text_column not in table.column_names:
+        raise UserError(f"Cannot load the data set {source}: {_reason(error)}") from error
+    if texts is None:
         raise UserError(
             f"{source} has no column {text_column!r}; its columns are: {', '.join(table.column_names)}. "
             "Name the one with the text as data.text_column (or --text-column)."
         )
-    texts = list(table[text_column])
-    if wrong := [text for text in texts if text is not None and not isinstance(text, str)]:
-        raise UserError(f"The column {text_column!r} of {source} holds {type(wrong[0]).__name__}, not text.")
+    for row, text in enumerate(texts, 1):
+        if text is not None and not isinstance(text, str):
+            raise UserError(
+                f"The column {text_column!r} of {source} holds {type(text).__name__}, not text, in row {row}."
+            )
     return texts
+
+
+def _holds_only_text(path: Path) -> bool:
+    """Whether this is a folder of text files, without a table in it."""
+    suffixes = {file.suffix for file in path.rglob("*") if file.is_file()} if path.is_dir() else set()
+    return bool(suffixes & set(TEXT_SUFFIXES)) and not suffixes & {*TABLE_FORMATS, ".arrow", ".csv"}
+
+
+def _reason(error: Exception) -> str:
+    """Why the library could not read something, in one line."""
+    cause = error.__cause__ or error
+    if isinstance(cause, StopIteration):
+        return "there are no rows in it."
+    if isinstance(cause, UnicodeDecodeError):
+        return "it is not UTF-8 text; convert it first."
+    return (str(cause).strip() or type(cause).__name__).splitlines()[0]

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from transformer2.conversion.paths import plain_os_errors
 from transformer2.errors import CheckFailed, UserError
 from transformer2.training.data import read_documents, tokenize
 from transformer2.training.loading import find_checkpoint, load_model, load_tokenizer
@@ -74,6 +75,7 @@ def likelihood(targets: float, nats: float, num_bytes: float) -> dict[str, Any]:
     }
 
 
+@plain_os_errors()
 def evaluate(
     model: str | Path,
     text: str | Path | list[str],

@@ -24,34 +24,56 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin, set_seed
 from torch.optim.lr_scheduler import LambdaLR
-from tqdm import tqdm
 
 from transformer2.conversion.files import write_json
+from transformer2.conversion.paths import plain_os_errors, user_path
+from transformer2.conversion.publishing import PartialFolder, partial_folder, publish
+from transformer2.conversion.trained import trained_everything, training_report
 from transformer2.errors import CheckFailed, UserError
-from transformer2.training import parameters, precision, schedule
+from transformer2.training import diagnosis, parameters, precision, schedule
 from transformer2.training.data import hold_out, read_documents, tokenize
 from transformer2.training.evaluation import likelihood, score, token_losses
 from transformer2.training.isolation import check_isolation
 from transformer2.training.loading import find_checkpoint, load_model, load_tokenizer, stored_dtypes
 from transformer2.training.packing import Row, Rows, collate, order
-from transformer2.training.saving import check_frozen, check_output, published, write_checkpoint
+from transformer2.training.progress import Progress
+from transformer2.training.saving import check_frozen, check_output, write_checkpoint
 from transformer2.training.settings import OptimisationSettings, Settings, check, load_settings
 
 
+@plain_os_errors()
 def train(config: Settings | Mapping[str, Any] | str | Path) -> dict[str, Any]:
     """Run the training that `config` describes (settings, a mapping of their shape, or a YAML file).
 
-    Writes the checkpoint folder `output` and returns the report that it holds as training_report.json: loss, gradient
-    norm and learning rates of every step, held-out perplexity, tokens, seconds, tokens per second, parameters.
+    Writes the checkpoint folder `output` and returns its training_report.json: loss, gradient norm and learning rates
+    of every step, held-out perplexity, tokens, seconds, tokens per second, parameters, warnings.
     Raises UserError for bad input, CheckFailed where a loss or gradient is not finite or a frozen tensor changed; then
     nothing is written.
     """
     settings = config if isinstance(config, Settings) else load_settings(config)
     check(settings)
-    optimisation, source, output = settings.optimisation, find_checkpoint(settings.model), Path(settings.output)
+    source, output = find_checkpoint(settings.model), Path(os.path.abspath(user_path(settings.output)))
     check_output(output, source, settings.overwrite)
-    dtypes = stored_dtypes(source)
-    accelerator, chosen = start(optimisation)
+    accelerator, chosen = start(settings.optimisation)
+    if not accelerator.is_main_process:
+        return run(settings, accelerator, chosen, source, output, None)
+    with plain_os_errors(output.parent), partial_folder(output, overwrite=settings.overwrite) as partial:
+        return run(settings, accelerator, chosen, source, output, partial)
+
+
+def run(
+    settings: Settings,
+    accelerator: Accelerator,
+    chosen: str,
+    source: Path,
+    output: Path,
+    partial: PartialFolder | None,
+) -> dict[str, Any]:
+    """The run itself, in the precision `chosen`. The main process builds `output` in `partial`, the others have none.
+
+    `partial` is there before the first step, so that no other run takes the name while this one computes.
+    """
+    optimisation, dtypes = settings.optimisation, stored_dtypes(source)
     tokenizer = load_tokenizer(source)
     with accelerator.main_process_first():  # the others find what it has downloaded or converted
         rows, held_out = load_rows(settings, tokenizer)
@@ -78,7 +100,7 @@ def train(config: Settings | Mapping[str, Any] | str | Path) -> dict[str, Any]:
     num_tokens, seconds = 0, 0.0  # seconds of training alone
     if held_out is not None:
         evaluations.append({"step": 0, **evaluate_held_out(accelerator, model, held_out, settings)})
-    with tqdm(total=optimisation.steps, unit="step", file=sys.stderr, disable=not accelerator.is_main_process) as bar:
+    with Progress(optimisation.steps, shown=accelerator.is_main_process) as progress:
         for step in range(1, optimisation.steps + 1):
             began = time.perf_counter()
             learning_rates = {group["kind"]: group["lr"] for group in optimizer.param_groups}
@@ -93,19 +115,18 @@ def train(config: Settings | Mapping[str, Any] | str | Path) -> dict[str, Any]:
             seconds += time.perf_counter() - began
             num_tokens += sum(len(row.input_ids) for row in step_rows)
             history.append({"step": step, "loss": loss, "gradient_norm": norm, "learning_rates": learning_rates})
-            bar.update()
-            bar.set_postfix_str(f"loss {loss:.4f}, {num_tokens / seconds:.0f} tokens/s")
+            progress.step(loss, num_tokens / seconds)
             every = settings.evaluation.every or optimisation.steps
             if held_out is not None and (step == optimisation.steps or step % every == 0):
                 evaluations.append({"step": step, **evaluate_held_out(accelerator, model, held_out, settings)})
-                if accelerator.is_main_process:
-                    bar.write(f"step {step}: held-out perplexity {evaluations[-1]['perplexity']:.3f}", file=sys.stderr)
+                progress.say(f"step {step}: held-out perplexity {evaluations[-1]['perplexity']:.3f}")
 
     report = {
         "settings": shareable(settings),
         "precision": chosen,
         "processes": accelerator.num_processes,
         "parameters": counts,
+        "pretrained_changed": optimisation.train == "all" or trained_everything(training_report(source) or {}),
         "rows": len(rows),
         "tokens": num_tokens,
         "seconds": seconds,
@@ -113,13 +134,14 @@ def train(config: Settings | Mapping[str, Any] | str | Path) -> dict[str, Any]:
         "perplexity_before": evaluations[0]["perplexity"] if evaluations else None,
         "perplexity_after": evaluations[-1]["perplexity"] if evaluations else None,
         "evaluations": evaluations,
+        "warnings": diagnosis.warnings(optimisation, accelerator.unwrap_model(model).config, evaluations, history),
         "steps": history,
     }
-    if accelerator.is_main_process:
-        with published(output) as folder:
-            write_checkpoint(accelerator.unwrap_model(model, keep_fp32_wrapper=False), folder, source, dtypes)
-            check_frozen(folder, source, frozen)
-            write_json(folder / "training_report.json", report)
+    if partial is not None:
+        write_checkpoint(accelerator.unwrap_model(model, keep_fp32_wrapper=False), partial.path, source, dtypes)
+        check_frozen(partial.path, source, frozen)
+        write_json(partial.path / "training_report.json", report)
+        publish(partial, output)
     accelerator.wait_for_everyone()
     return report
 

@@ -6,6 +6,7 @@ from typing import Any, TextIO
 import torch
 from transformers import TextStreamer, set_seed
 
+from transformer2.conversion.paths import plain_os_errors
 from transformer2.errors import UserError
 from transformer2.training.loading import find_checkpoint, load_model, load_tokenizer
 
@@ -21,6 +22,7 @@ class _FileStreamer(TextStreamer):
         print(text, flush=True, end="\n" if stream_end else "", file=self.file)
 
 
+@plain_os_errors()
 def generate(
     model: str | Path,
     prompt: str,
@@ -74,7 +76,7 @@ def _encode(tokenizer, prompt: str, chat: bool) -> dict[str, torch.Tensor]:
     """input_ids and attention_mask, [1, T]"""
     if chat:
         if not tokenizer.chat_template:
-            raise UserError("This checkpoint has no chat format (chat_template): leave --chat out.")
+            raise UserError("This checkpoint has no chat format (chat_template): leave chat (--chat) out.")
         messages = [{"role": "user", "content": prompt}]
         return dict(
             tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)

@@ -1,12 +1,11 @@
 """A checkpoint on disk -> model and tokenizer, with what can go wrong said in one sentence."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 
+from transformer2.conversion.checkpoints import open_checkpoint
+from transformer2.conversion.paths import user_path
 from transformer2.errors import UserError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -15,15 +14,14 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 def find_checkpoint(model: str | Path) -> Path:
     """A folder, or the name of a hub model -> its folder on this machine (downloaded where it is not yet there).
 
-    Raises UserError where there is neither, and where the folder is no safetensors checkpoint.
+    Raises UserError where there is neither, and where the folder is no complete safetensors checkpoint.
     """
-    folder = Path(model)
+    folder = user_path(model)
+    if folder.is_file():
+        raise UserError(f"{model} is a file: give the folder of the model.")
     if not folder.is_dir():
         folder = _from_hub(str(model))
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{model} is not a checkpoint: it has no config.json.")
-    if not list(folder.glob("*.safetensors")):
-        raise UserError(f"{model} has no safetensors weights: convert it first (`transformer2 convert`).")
+    open_checkpoint(folder)
     return folder
 
 
@@ -62,15 +60,7 @@ def load_tokenizer(folder: Path):
 
 def tensor_files(folder: Path) -> dict[str, Path]:
     """The file of every tensor of a safetensors checkpoint, by name."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map: dict[str, Any] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {name: folder / file for name, file in weight_map.items()}
-    found = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            found.update(dict.fromkeys(tensors.keys(), file))
-    return found
+    return {name: entry.file for name, entry in open_checkpoint(folder).tensors.items()}
 
 
 def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
@@ -78,16 +68,11 @@ def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
 
     Raises UserError for a quantised checkpoint: its weights cannot be trained, nor written back as they were.
     """
-    dtypes = {}
-    files = tensor_files(folder)
-    for file in sorted(set(files.values())):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  not a dictionary
-                kind = tensors.get_slice(name).get_dtype()
-                if kind not in DTYPES:
-                    raise UserError(f"{folder} is quantised ({name} is {kind}): train the unquantised checkpoint.")
-                dtypes[name] = DTYPES[kind]
-    return dtypes
+    tensors = open_checkpoint(folder).tensors
+    for name, entry in tensors.items():
+        if entry.dtype not in DTYPES:
+            raise UserError(f"{folder} is quantised ({name} is {entry.dtype}): train the unquantised checkpoint.")
+    return {name: DTYPES[entry.dtype] for name, entry in tensors.items()}
 
 
 def _from_hub(name: str) -> Path:
@@ -100,6 +85,8 @@ def _from_hub(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # a full disk, for example
         raise UserError(
             f"There is no folder {name}, and no model of that name could be fetched from the hub."
         ) from error

@@ -1,23 +1,22 @@
 """From a trained model to a checkpoint folder that appears as a whole or not at all."""
 
-import contextlib
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from transformer2.conversion.files import plain_disk_errors
-from transformer2.conversion.publishing import settle_interrupted_swap, swap_in
+from transformer2.conversion.publishing import require_free_name
 from transformer2.errors import CheckFailed, MachineError, UserError
 from transformer2.training.loading import tensor_files
 
-# What a fine-tuned checkpoint takes over from its base, byte for byte. Not its card and not its verification report:
-# they describe the base.
+# What a fine-tuned checkpoint takes over from its base, byte for byte: among it where the base came from. Not its card
+# and not its verification report: they describe the base alone.
 SIDE_FILES = (
+    "transformer2_conversion.json",
+    "dequantisation.json",
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -34,18 +33,10 @@ SIDE_FILES = (
 
 def check_output(output: Path, source: Path, overwrite: bool) -> None:
     """Raise UserError where `output` may not be written, MachineError where the disk is too full for another copy."""
-    if output.is_symlink():
-        raise UserError(f"The output {output} is a symbolic link: name the folder that it points to.")
-    settle_interrupted_swap(output)
-    if output.exists() and not output.is_dir():
-        raise UserError(f"The output {output} is a file: name a folder.")
+    require_free_name(output, overwrite)
     if output.resolve() == source.resolve() or output.resolve() in source.resolve().parents:
         raise UserError(f"The output {output} holds the model to start from: name another folder.")
-    if output.is_dir() and any(output.iterdir()) and not overwrite:
-        raise UserError(
-            f"The output folder {output} is not empty: set overwrite=true to replace it, or name another one."
-        )
-    parent = next(folder for folder in output.absolute().parents if folder.exists())
+    parent = next(folder for folder in output.parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise UserError(f"Cannot write into {parent}.")
     needed = sum(file.stat().st_size for file in source.glob("*.safetensors"))
@@ -53,20 +44,6 @@ def check_output(output: Path, source: Path, overwrite: bool) -> None:
         raise MachineError(
             f"The checkpoint needs {needed / 1e9:.1f} GB at {output}, and {free / 1e9:.1f} GB are free there."
         )
-
-
-@contextlib.contextmanager
-def published(output: Path) -> Iterator[Path]:
-    """A new folder next to `output`, renamed to it on success (replacing an older one), removed on failure."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = output.parent / f".{output.name}.unfinished-{os.getpid()}"
-    try:
-        with plain_disk_errors(output.parent):
-            unfinished.mkdir()
-            yield unfinished
-            swap_in(unfinished, output)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def write_checkpoint(model, folder: Path, source: Path, dtypes: dict[str, torch.dtype]) -> None:
@@ -86,8 +63,12 @@ def write_checkpoint(model, folder: Path, source: Path, dtypes: dict[str, torch.
 
 
 def source_name(name: str, known: dict[str, Any]) -> str:
-    """The name of a parameter in its source, where checkpoints of the headless model leave the first part out."""
-    return name if name in known else name.removeprefix("model.")
+    """The name of a parameter in its source.
+
+    Checkpoints of the headless model leave the first part out, and tied embeddings may be stored as the head.
+    """
+    other = {"model.embed_tokens.weight": "lm_head.weight", "lm_head.weight": "model.embed_tokens.weight"}
+    return next(n for n in (name, name.removeprefix("model."), other.get(name, name)) if n in known)
 
 
 def check_frozen(folder: Path, source: Path, frozen: list[str]) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import yaml
 
+from transformer2.conversion.paths import user_path
 from transformer2.errors import UserError
 from transformer2.variants import describe
 
@@ -23,7 +24,7 @@ from transformer2.variants import describe
 class DataSettings:
     """Where the text comes from, and how it becomes rows.
 
-    train: a file (.txt, .md, .jsonl, .json, .parquet), a data set folder, a hub data set, or a list of them.
+    train: a file (.txt, .md, .jsonl, .json, .parquet), a folder of such files, a saved or hub data set, or a list.
     eval: the same, for held-out text.
     eval_tokens: evaluate on at most this many tokens; without `eval`, hold that many of `train` back.
     eval_fraction: without `eval`, hold this share of the training tokens back. None of the three: no evaluation.
@@ -192,7 +193,7 @@ def check(settings: Settings) -> None:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.safe_load(user_path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"Cannot read the configuration file {path}: {error.strerror}.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
