@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from . import conversion, training
+from . import conversion, looking, training
 
 app = typer.Typer(
     name="transformer2",
@@ -21,6 +21,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 conversion.add_commands(app)
+looking.add_commands(app)
 training.add_commands(app)
 INTERRUPTED = "Interrupted; nothing was left half-written."
 

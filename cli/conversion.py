@@ -1,9 +1,7 @@
-"""Commands around conversion: convert, verify, inspect, variants. Results go to stdout, everything else to stderr."""
+"""Commands around conversion: convert and verify. Results go to stdout, everything else to stderr."""
 
 import json
-import re
 import sys
-import textwrap
 from typing import Annotated, Any
 
 import typer
@@ -20,15 +18,23 @@ def add_commands(app: typer.Typer) -> None:
     """Register the commands of this file."""
     app.command()(convert)
     app.command()(verify)
-    app.command()(inspect)
-    app.command()(variants)
 
 
 def convert(
     source: Annotated[str, typer.Argument(help="A Llama: a folder, a model on the Hub, or a .gguf file.")],
     output: Annotated[str, typer.Argument(help="The folder to make.")],
-    residual: Annotated[str, typer.Option(help="Residual connection, see `transformer2 variants`.")] = "standard",
-    local_mixer: Annotated[str, typer.Option(help="Local mixer, see `transformer2 variants`.")] = "none",
+    residual: Annotated[
+        str | None, typer.Option(help="Residual connection, see `transformer2 variants`.", show_default="standard")
+    ] = None,
+    local_mixer: Annotated[
+        str | None, typer.Option(help="Local mixer, see `transformer2 variants`.", show_default="none")
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help="Recommended options: RESIDUAL[+LOCAL_MIXER][-SIZE], see `transformer2 variants --presets`."
+        ),
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="AXIS.KEY=VALUE", help="An option, e.g. residual.value_channels=4; repeatable."),
@@ -49,7 +55,7 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Convert a pretrained Llama, unchanged in what it computes, and prove it."""
-    choices = parse_settings(residual, local_mixer, settings or [])
+    choices = parse_settings(residual, local_mixer, settings or [], preset)
     from transformer2 import conversion
     from transformer2.errors import CheckFailed
 
@@ -110,82 +116,24 @@ def verify(
         print(f"{output}: all {len(result['checks'])} checks up to {result['level']} hold.")
 
 
-def inspect(
-    path: Annotated[str, typer.Argument(help="A Transformer2 folder: converted, trained or made from scratch.")],
-    as_json: AsJson = False,
-) -> None:
-    """Show variants, options, their parameters and the provenance of a Transformer2 checkpoint."""
-    from transformer2 import conversion
+def parse_settings(
+    residual: str | None, local_mixer: str | None, settings: list[str], preset: str | None = None
+) -> dict[str, dict[str, Any]]:
+    """The two axes as dictionaries, from their types or a preset, and `axis.key=value` strings.
 
-    report = conversion.inspect_checkpoint(path)
-    if as_json:
-        _print_json(report)
-        return
-    for axis in ("residual", "local_mixer"):
-        options = dict(report[axis])
-        kind = options.pop("type")
-        print(f"{axis}: {kind}" + "".join(f"\n    {name} = {json.dumps(value)}" for name, value in options.items()))
-    if "new_parameters" in report:
-        print(f"parameters: {report['parameters']:,}, of which new: {report['new_parameters']:,}")
+    Raises typer.BadParameter.
+    """
+    if preset is not None:
+        if residual is not None or local_mixer is not None:
+            raise typer.BadParameter("leave --residual and --local-mixer out: it says both.", param_hint="--preset")
+        from transformer2.configs import preset_variants
+
+        try:
+            choices = preset_variants(preset)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--preset") from error
     else:
-        own = f"{report['variant_parameters']:,} in residuals and local mixers"
-        print(f"parameters: {report['parameters']:,}, of which {own}; not made by a conversion")
-    for kind in report["kinds"]:
-        print(f"    {kind['tensors']:4} x {kind['name']} {kind['shape']} {kind['dtype']}")
-    for name, values in report.get("scalars", {}).items():
-        print(f"{name}: min {values['min']:.4g}, mean {values['mean']:.4g}, max {values['max']:.4g}")
-    if provenance := report.get("provenance"):
-        origin = provenance["source"]
-        commit = f" at {origin['commit']}" if origin["commit"] else ""
-        print(f"made from {origin['name']}{commit} by transformer2 {provenance['tool_version']}")
-    if result := report.get("verification"):
-        print(f"verification: {result['level']} {'passed' if result['passed'] else 'FAILED'}")
-
-
-def variants(as_json: AsJson = False) -> None:
-    """List the residual connections and local mixers with their options."""
-    import inspect as introspection
-
-    from transformer2.variants import AXES, describe, options_of
-
-    menu: dict[str, Any] = {}
-    for axis, kinds in AXES.items():
-        menu[axis] = {}
-        for kind, variant in kinds.items():
-            about, meanings = read_docstring(introspection.getdoc(variant) or "")
-            options = {
-                name: {"type": describe(option.annotation), "default": option.default, "about": meanings.get(name, "")}
-                for name, option in options_of(axis, kind).items()
-            }
-            menu[axis][kind] = {"about": about, "options": options}
-    if as_json:
-        _print_json(menu)
-        return
-    print("The defaults of `form` are those of a new model; `convert` takes form=identity unless told otherwise.\n")
-    for axis, kinds in menu.items():
-        print(f"--{axis.replace('_', '-')}")
-        for kind, entry in kinds.items():
-            print(f"  {kind}: {entry['about']}")
-            for name, option in entry["options"].items():
-                print(f"      --set {axis}.{name}={json.dumps(option['default'])}    ({option['type']})")
-                if option["about"]:
-                    print(textwrap.indent(textwrap.fill(option["about"], 100), " " * 12))
-
-
-def read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """The first line of a variant's docstring, and its "name, name: meaning" entries by option."""
-    first, _, rest = text.partition("\n")
-    meanings = {"layers": "the layers that get one; null for all"}
-    for entry in re.split(r"\n(?=\S)", rest):
-        names, colon, meaning = entry.partition(":")
-        if colon and re.fullmatch(r"\w+(, \w+)*", names.strip()):
-            meanings.update(dict.fromkeys(names.strip().split(", "), " ".join(meaning.split())))
-    return first, meanings
-
-
-def parse_settings(residual: str, local_mixer: str, settings: list[str]) -> dict[str, dict[str, Any]]:
-    """The two axes as dictionaries, from their types and `axis.key=value` strings. Raises typer.BadParameter."""
-    choices: dict[str, dict[str, Any]] = {"residual": {"type": residual}, "local_mixer": {"type": local_mixer}}
+        choices = {"residual": {"type": residual or "standard"}, "local_mixer": {"type": local_mixer or "none"}}
     for setting in settings:
         target, equals, value = setting.partition("=")
         axis, dot, key = target.strip().partition(".")

@@ -1,4 +1,4 @@
-"""Commands around training: train, eval, generate."""
+"""Commands around training: init, train, eval, generate."""
 
 import json
 import os
@@ -12,9 +12,29 @@ import typer
 
 def add_commands(app: typer.Typer) -> None:
     """Register the commands of this file."""
+    app.command("init")(init)
     app.command("train")(train)
     app.command("eval")(evaluate)
     app.command("generate")(generate)
+
+
+def init(
+    preset: Annotated[str, typer.Argument(help="RESIDUAL[+LOCAL_MIXER]-SIZE, see `transformer2 variants --presets`.")],
+    output: Annotated[str, typer.Argument(help="The folder to make.")],
+    tokenizer: Annotated[str, typer.Option(help="A model folder to take the tokenizer from.")],
+    seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Make a model with random weights from a preset, to train it from scratch."""
+    from transformer2.training.scratch import start_from_scratch
+
+    report = start_from_scratch(preset, output, tokenizer, seed=seed, dtype=dtype, overwrite=overwrite)
+    if as_json:
+        print(json.dumps(report, indent=2))
+        return
+    print(f"{report['output']}: {report['preset']}, {report['parameters']:,} random parameters.")
 
 
 def train(

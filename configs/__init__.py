@@ -38,17 +38,28 @@ def preset(name: str, **overrides: Any) -> Transformer2Config:
 
     Raises ValueError, with the menu, for an unknown name.
     """
-    axes, dash, size = name.rpartition("-")
+    _, dash, size = name.rpartition("-")
     if not dash:
         raise ValueError(
             f"The preset {name!r} should read RESIDUAL-SIZE or RESIDUAL+LOCAL_MIXER-SIZE, such as ddl-135m; the sizes "
             f"are: {', '.join(names('sizes'))}."
         )
-    residual, _, local_mixer = axes.partition("+")
     fields = {key: value for key, value in _read("sizes", size).items() if key != "about"}
-    fields["residual"] = variant("residual", residual, size)
-    fields["local_mixer"] = variant("local_mixer", local_mixer or "none", size)
-    return Transformer2Config(**{**fields, **overrides})
+    return Transformer2Config(**{**fields, **preset_variants(name), **overrides})
+
+
+def preset_variants(name: str) -> dict[str, dict[str, Any]]:
+    """The fields `residual` and `local_mixer` of RESIDUAL[+LOCAL_MIXER][-SIZE].
+
+    Raises ValueError, with the menu, for an unknown name.
+    """
+    axes, dash, size = name.rpartition("-")
+    residual, _, local_mixer = (axes if dash else name).partition("+")
+    size = size if dash else None
+    return {
+        "residual": variant("residual", residual, size),
+        "local_mixer": variant("local_mixer", local_mixer or "none", size),
+    }
 
 
 def _read(part: str, name: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What a variant adds to a model: parameters, and floating-point operations per token, counted and not estimated."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from transformer2 import Transformer2Config, Transformer2Model
+from transformer2.configs import names, preset, variant
+from transformer2.conversion.checkpoints import read_json
+from transformer2.conversion.paths import plain_os_errors, user_path
+from transformer2.errors import UserError
+from transformer2.variants import AXES, options_of
 
 # Operations that move numbers without computing any.
 MOVES = {"clone", "copy_", "_to_copy", "cat", "stack", "embedding", "index", "index_select", "repeat_interleave"}
@@ -68,3 +74,36 @@ def cost(config: Transformer2Config, residual: Any = "standard", local_mixer: An
         "extra_flops_per_token": math.ceil(variant["flops"] - plain["flops"]),
         "extra_flops_share": (variant["flops"] - plain["flops"]) / plain["flops"],
     }
+
+
+def costs_of(model: str | Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """What every variant, with the options of its preset in the identity form, adds to a model, by axis and type.
+
+    model: the folder of a Llama or of one of ours, or the size of a preset. Raises UserError for anything else.
+    """
+    size, config = _shape(model)
+    table = {}
+    for axis, kinds in AXES.items():
+        for kind in kinds:
+            options = variant(axis, kind, size)
+            if "form" in options_of(axis, kind):
+                options["form"] = "identity"
+            table[axis, kind] = cost(config, **{axis: options})
+    return table
+
+
+@plain_os_errors()
+def _shape(model: str | Path) -> tuple[str | None, Transformer2Config]:
+    if str(model) in names("sizes"):
+        return str(model), preset(f"standard-{model}")
+    folder = user_path(model)
+    if not folder.is_dir():
+        raise UserError(f"There is no folder {model}, nor a size of that name; sizes: {', '.join(names('sizes'))}.")
+    config = read_json(folder / "config.json")
+    if config.get("model_type") not in ("llama", "transformer2"):
+        raise UserError(f"{model} is neither a Llama nor a Transformer2, but {config.get('model_type')!r}.")
+    fields = {key: value for key, value in config.items() if key in Transformer2Config.__annotations__}
+    try:
+        return None, Transformer2Config(**{**fields, "residual": "standard", "local_mixer": "none"})
+    except (ValueError, TypeError) as error:
+        raise UserError(f"The config.json of {model} does not describe a model: {error}") from error

@@ -152,6 +152,10 @@ def describe(annotation: Any) -> str:
         return "one of: " + ", ".join(arguments)
     if origin is list:
         return f"a list of {describe(arguments[0]).removeprefix('a ')}s"
-    return {type(None): "null", int: "a whole number", float: "a finite number", bool: "true or false", str: "a string"}.get(
-        annotation, annotation.__name__
-    )
+    return {
+        type(None): "null",
+        int: "a whole number",
+        float: "a finite number",
+        bool: "true or false",
+        str: "a string",
+    }.get(annotation, annotation.__name__)
