@@ -150,7 +150,7 @@ def test_init_makes_a_model_that_trains(monkeypatch, capsys, tmp_path):
     first, twin = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("new", "twin"))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), twin.parameters(), strict=True))
 
-    (text := tmp_path / "text.txt").write_text(words(400))
+    (text := tmp_path / "text.txt").write_text((words(12) + " ") * 40)
     settings = run_settings(tmp_path / "new", tmp_path / "trained", text)
     settings["optimisation"]["train"] = "all"
     settings["optimisation"]["lr"] = {"new": 1e-2, "pretrained": 1e-2}
