@@ -3,7 +3,7 @@
     python benchmarks/retrofit.py MODEL --text held_out.jsonl [--tokens 4096] [--only mudd mhc] [--out build/retrofit]
 
 MODEL is the folder of a Llama (for a GGUF file, the folder that `transformer2 convert` dequantised it to). For every
-preset, in float32 and in bfloat16: the largest difference of logits to the source over the first --tokens tokens of the
+preset, in float32 and bfloat16: the largest difference of logits to the source over the first --tokens tokens of the
 text, in rows of 512, the perplexity on them, and the largest difference on a left-padded batch and over cached
 decoding. Writes OUT.json and OUT.md.
 """

@@ -15,6 +15,7 @@ form reads their mean, exactly that state.
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -61,12 +62,12 @@ class ParallelStreams(Residual):
 
     def write(self, stream: Stream, update: Tensor, read: Tensor, context: Tensor, **tokens: Any) -> Stream:
         mean, streams, *weights = stream
-        update = update.unsqueeze(-2)
+        written = streams + update.unsqueeze(-2)
         if self.site == "local":
-            return (mean + update.squeeze(-2), streams + update)
-        mixing, gates = weights
-        mixed = torch.baddbmm(streams.flatten(0, 1), mixing.flatten(0, 1).mT, streams.flatten(0, 1))
-        streams = mixed.view_as(streams) + torch.addcmul(update, gates.unsqueeze(-1), update)
+            return (mean + update, written)
+        mixing, gates = (tensor.flatten(0, 1) for tensor in weights)
+        streams = torch.baddbmm(written.flatten(0, 1), mixing.mT, streams.flatten(0, 1))
+        streams = torch.baddbmm(streams, gates.unsqueeze(-1), update.flatten(0, 1).unsqueeze(-2)).view_as(written)
         return (mean_of(streams) if self.site == "mlp" else mean, streams)
 
 
@@ -157,8 +158,8 @@ class DynamicConnection(Connection):
         self.write_scale = nn.Parameter(torch.empty(1))
 
     def values(self, streams: Tensor) -> tuple[Tensor, Tensor]:
-        columns = self.gain.unsqueeze(-1) * torch.cat([self.to_read_and_mix, self.to_write], dim=1)
-        dynamic = (streams @ columns.to(streams.dtype)).to(at_least_float32(streams.dtype))
+        rows = (torch.cat([self.to_read_and_mix, self.to_write], dim=1).T * self.gain).to(streams.dtype)
+        dynamic = F.linear(streams, rows).to(at_least_float32(streams.dtype))  # [B, T, n, 2 + n]
         dynamic = dynamic * inverse_rms(streams, self.eps)
         dynamic = dynamic.tanh() if self.tanh else dynamic
         read_and_mix = self.read_scale * dynamic[..., :-1] + self.read_and_mix

@@ -32,7 +32,7 @@ class DepthWeights(nn.Module):
 def inverse_rms(x: Tensor, eps: float, num_heads: int = 1) -> Tensor:
     """1 / sqrt(mean(x^2) + eps), per slice of the features: [..., D] -> [..., num_heads], in float32 at least."""
     x = x.to(at_least_float32(x.dtype)).unflatten(-1, (num_heads, -1))
-    return torch.rsqrt(x.pow(2).mean(-1) + eps)
+    return torch.rsqrt(torch.linalg.vector_norm(x, dim=-1).square() / x.shape[-1] + eps)
 
 
 def weighted_sum(base: Tensor | None, weights: Sequence[Tensor], sources: Sequence[Tensor]) -> Tensor:
