@@ -216,7 +216,7 @@ def _liveness(source: LlamaSource, converted: Checkpoint, record: Callable[..., 
     else:
         detail = f"each of {total} has a gradient"
     record("L3", "step 0", not wrong, f"not as documented: {summary(wrong)}" if wrong else detail, **result)
-    wrong = sorted(set(result["dead_after_two_steps"]) ^ set(result["idle"]))
+    wrong = sorted(set(result["dead_after_two_steps"]) - set(result["idle"]))
     unused = f", but {len(result['idle'])} that this variant never uses" if result["idle"] else ""
     detail = f"each of {total} has a gradient{unused}"
     record("L3", "step 2", not wrong, f"without gradient: {summary(wrong)}" if wrong else detail)

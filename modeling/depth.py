@@ -57,7 +57,7 @@ class Residual(nn.Module):
 
     @classmethod
     def idle(cls, config, **options: Any) -> tuple[str, ...]:
-        """Patterns of parameters that never have a gradient, because they cannot change the output."""
+        """Patterns of parameters that never have a gradient (but for rounding): they cannot change the output."""
         return ()
 
     def open(self, embeddings: Tensor, **tokens: Any) -> Stream:

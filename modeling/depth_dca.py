@@ -39,6 +39,8 @@ class DeepCrossAttention(BlockIncrements):
     key_norm: RMSNorm, with a gain, of the sources before w (not in the paper).
     """
 
+    dormant = (r"residual\.mixture\.norm$",)
+
     def __init__(
         self,
         config,

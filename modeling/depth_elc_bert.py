@@ -3,8 +3,8 @@
 Source: Georges Gabriel Charpentier and Samuel, arXiv 2311.02265, section 3, and the four model classes of its code.
 With o_0 the embeddings and o_n the output of block n without a skip around it,
 
-    paper:      g_n = sum_i softmax(beta_n)_i o_i                 block n reads g_n instead of a running sum
-    identity:   g_n = r + sum_i (n softmax(beta_n)_i - 1) o_i     our extension: exactly the running sum r at first
+    paper:      g_n = sum_i softmax(s_n)_i o_i                 block n reads g_n instead of a running sum
+    identity:   g_n = r + sum_i (n softmax(s_n)_i - 1) o_i     our extension: exactly the running sum r at first
 
 The convex combination has n times smaller weights than the sum, and the sublayers add to it, so the paper form is the
 plain Transformer for no logits at all.
@@ -71,29 +71,29 @@ class ELCBert(BlockIncrements):
 
 
 class ConvexMixture(nn.Module):
-    """sum_i softmax(beta)_i o_i, or that times n with the running sum as its centre."""
+    """sum_i softmax(s)_i o_i, or that times n with the running sum as its centre."""
 
     def __init__(self, num_sources: int, favour_last: bool, centred: bool):
         super().__init__()
         self.favour_last, self.centred = favour_last, centred
         if num_sources > 1:  # a softmax of one number is 1
-            self.beta = nn.Parameter(torch.empty(num_sources))
+            self.score = nn.Parameter(torch.empty(num_sources))
         self.weights = DepthWeights()
 
     def forward(self, running: Tensor, *sources: Tensor) -> Tensor:
         """The running sum and n outputs, all [B, T, D], oldest first -> [B, T, D]"""
         if len(sources) == 1:
             return running if self.centred else sources[0]
-        shares = self.weights(self.beta.softmax(0).view(1, -1, 1, 1))
+        shares = self.weights(self.score.softmax(0).view(1, -1, 1, 1))
         if not self.centred:
             return weighted_sum(None, shares[0].unbind(0), sources)
-        return weighted_sum(running, centred_softmax(self.beta).unbind(0), sources)
+        return weighted_sum(running, centred_softmax(self.score).unbind(0), sources)
 
     def reset_parameters(self) -> None:
-        if hasattr(self, "beta"):
-            start = torch.zeros_like(self.beta)
+        if hasattr(self, "score"):
+            start = torch.zeros_like(self.score)
             start[-1] = float(self.favour_last)
-            init.copy_(self.beta, start)
+            init.copy_(self.score, start)
 
 
 class LastOutput(nn.Module):

@@ -84,6 +84,15 @@ class ManifoldHyperConnections(ParallelStreams):
         if options["form"] == "identity" and options["sinkhorn_eps"] > 0:
             raise ValueError("mHC's identity form needs sinkhorn_eps=0: it is added to what sums to one.")
 
+    @classmethod
+    def idle(cls, config, **options: Any) -> tuple[str, ...]:
+        # The first sublayer mixes equal streams, and after the last only their mean counts, which mixing keeps.
+        last = config.num_hidden_layers - 1
+        return (
+            r"layers\.0\.attn_residual\.connection\.mix_bias$",
+            rf"layers\.{last}\.mlp_residual\.connection\.mix_bias$",
+        )
+
 
 def read_start(num_streams: int, turn: int, favoured: float) -> list[float]:
     """What each stream gives to the read at first; sums to one."""

@@ -7,7 +7,7 @@ parity is claimed. With x_0 ... x_l the states before block l, N an RMSNorm with
     paper:      h = sum_j a_j N(x_j)
     identity:   h = x_l + 1/n sum_j (n a_j - 1) rms(x_l) N(x_j)        our extension: exactly x_l for equal weights
 
-    static:     a = softmax(beta), beta one number per source           what the paper describes
+    static:     a = softmax(s), s one number per source                 what the paper describes
     qk:         a = softmax_j((W_Q N(x_l)).(W_K N(x_j)) / sqrt(d_k))     the duality paper's form
 
 The paper form normalises its values and drops the residual sum, so that no parameters make it the plain Transformer.
@@ -102,14 +102,14 @@ class StaticLogits(nn.Module):
 
     def __init__(self, num_sources: int):
         super().__init__()
-        self.beta = nn.Parameter(torch.empty(num_sources))
+        self.score = nn.Parameter(torch.empty(num_sources))
 
     def forward(self, *states_and_scales: Tensor) -> Tensor:
         """-> [n, 1, 1, 1]"""
-        return self.beta.view(-1, 1, 1, 1)
+        return self.score.view(-1, 1, 1, 1)
 
     def reset_parameters(self) -> None:
-        init.zeros_(self.beta)
+        init.zeros_(self.score)
 
 
 class QueryKeyLogits(nn.Module):

@@ -17,7 +17,7 @@ def vertical_attention(p: Parameters, sizes: Sizes, options: dict, ids: Tensor) 
 
     def weights(name: str) -> Tensor:
         if options["weights"] == "static":
-            return p[f"{name}.beta"].softmax(0)
+            return p[f"{name}.score"].softmax(0)
         query = rms_norm(states[-1], llama.eps) @ p[f"{name}.query"].T
         keys = [rms_norm(x, llama.eps) @ p[f"{name}.key"].T for x in states]
         return torch.stack([(query * key).sum(-1) / options["key_dim"] ** 0.5 for key in keys]).softmax(0)

@@ -25,7 +25,7 @@ def elc_bert(p: Parameters, sizes: Sizes, options: dict, ids: Tensor) -> Tensor:
     llama = Llama(p, sizes)
 
     def convex(layer: int) -> Tensor:
-        beta = p.get(f"{read_name(llama, layer)}.mixture.beta", outputs[0].new_zeros(1))
+        beta = p.get(f"{read_name(llama, layer)}.mixture.score", outputs[0].new_zeros(1))
         scale = len(outputs) if options["form"] == "identity" else 1
         return weighted_sum(scale * beta.softmax(0), outputs)
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 
 import pytest
 import torch
@@ -29,9 +30,7 @@ def test_all_parameters_learn(residual, mixer):
     model = case(residual, mixer).train()
     model(tokens(), labels=tokens()).loss.backward()
     dead = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().max() > 0]
-    expected = ["layers.0.attn_residual.mixture.swa.query", "layers.0.attn_residual.mixture.swa.key"]
-    expected = [f"model.{name}.weight" for name in expected] if idle_patterns(model) else []
-    assert dead == expected
+    assert all(any(re.search(pattern, name) for pattern in idle_patterns(model)) for name in dead)
 
 
 @every_case
@@ -224,6 +223,13 @@ def test_residuals_own_no_parameter_directly(residual, mixer):
     for module in case(residual, mixer).modules():
         if isinstance(module, Residual):
             assert not list(module.parameters(recurse=False))
+
+
+@every_case
+def test_names_survive_old_checkpoints_rules(residual, mixer):
+    """Some versions of transformers rename parameters called beta or gamma when they load them."""
+    for name, _ in case(residual, mixer).named_parameters():
+        assert not {"beta", "gamma"} & set(name.split("."))
 
 
 @every_case

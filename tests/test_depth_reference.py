@@ -151,8 +151,8 @@ def transposed(read_and_mix: Tensor) -> Tensor:
 
 # What the reference gets wrong: options, and parameters (a pattern of their names, and what becomes of them).
 MISTAKES: list[tuple[dict, dict, tuple[str, Callable] | None]] = [
-    ({"type": "elc_bert"}, {}, ("beta", zero)),  # uniform weights
-    ({"type": "elc_bert"}, {}, ("beta", lambda x: x.flip(0))),  # newest first
+    ({"type": "elc_bert"}, {}, ("score", zero)),  # uniform weights
+    ({"type": "elc_bert"}, {}, ("score", lambda x: x.flip(0))),  # newest first
     ({"type": "elc_bert"}, {"form": "identity"}, None),
     ({"type": "elc_bert"}, {"final_read": False}, None),
     ({"type": "elc_bert", "mlp_reads": "attention"}, {"mlp_reads": "sum"}, None),
@@ -161,7 +161,7 @@ MISTAKES: list[tuple[dict, dict, tuple[str, Callable] | None]] = [
     ({"type": "denseformer", "dilation": 3, "period": 3}, {"dilation": 2}, None),
     ({"type": "denseformer", "dilation": 2, "period": 1}, {"period": 2}, None),
     ({"type": "denseformer"}, {}, ("alpha", one_dropped)),
-    ({"type": "vertical_attention", "weights": "static"}, {}, ("beta", zero)),
+    ({"type": "vertical_attention", "weights": "static"}, {}, ("score", zero)),
     ({"type": "vertical_attention"}, {}, ("query", zero)),
     ({"type": "vertical_attention"}, {"key_dim": 32}, None),
     ({"type": "vertical_attention"}, {"form": "identity"}, None),
@@ -260,9 +260,9 @@ def test_mistakes_behind_a_norm_show(residual, changes):
 
 
 STARTS: list[tuple[dict, str, list[float]]] = [
-    ({"type": "elc_bert"}, "layers.2.attn_residual.mixture.beta", [0, 0, 0]),
-    ({"type": "elc_bert", "start": "last"}, "layers.2.attn_residual.mixture.beta", [0, 0, 1]),
-    ({"type": "elc_bert", "start": "last"}, "residual.mixture.beta", [0, 0, 0, 0, 0, 1]),
+    ({"type": "elc_bert"}, "layers.2.attn_residual.mixture.score", [0, 0, 0]),
+    ({"type": "elc_bert", "start": "last"}, "layers.2.attn_residual.mixture.score", [0, 0, 1]),
+    ({"type": "elc_bert", "start": "last"}, "residual.mixture.score", [0, 0, 0, 0, 0, 1]),
     ({"type": "hyper_connections"}, "layers.1.mlp_residual.connection.read_scale", [0.01]),
     ({"type": "hyper_connections", "scale_start": 0.5}, "layers.1.mlp_residual.connection.read_scale", [0.5]),
     ({"type": "hyper_connections", "scale_start": 0.5}, "layers.1.mlp_residual.connection.write_scale", [0.5]),

@@ -89,9 +89,9 @@ def test_elc_bert(golden):
     }[golden.case]
     depth = Depth(golden, golden.L, golden.layer_norm_eps, type="elc_bert", **options)
     for layer in range(1, golden.L):
-        assign(depth.sites[layer, "attn"].mixture, beta=golden[f"logits.{layer + 1}"])
+        assign(depth.sites[layer, "attn"].mixture, score=golden[f"logits.{layer + 1}"])
     if golden.case == "weighted_output":
-        assign(depth.model.mixture, beta=golden["logits.final"])
+        assign(depth.model.mixture, score=golden["logits.final"])
     reads, streams, final = depth.run(golden["x0"], lambda layer, site, _: golden[site][layer])
     ours = {
         "g": torch.stack(reads[::2]),
