@@ -40,9 +40,10 @@ def check_logits(source: LlamaSource, output: Path, dtype: torch.dtype) -> dict[
     return results
 
 
-def check_fresh_process(source: LlamaSource, output: Path) -> dict[str, Any]:
+def check_fresh_process(source: LlamaSource, output: Path, allowed: float = 0.0) -> dict[str, Any]:
     """Load `output` by `trust_remote_code`, where our package is blocked, and compare with stock Llama's logits.
 
+    allowed: how far they may differ, as a share of the largest.
     Raises nothing: whatever goes wrong over there is part of the result.
     """
     from safetensors.torch import save_file
@@ -60,7 +61,7 @@ def check_fresh_process(source: LlamaSource, output: Path) -> dict[str, Any]:
         environment = {**os.environ, "HF_MODULES_CACHE": str(Path(folder) / "modules"), "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, "-c", script, str(output.absolute()), str(Path(folder) / "probes.safetensors")]
         run = subprocess.run(
-            [*command, str(torch.get_num_threads())],
+            [*command, str(torch.get_num_threads()), str(allowed)],
             cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,

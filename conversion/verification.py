@@ -22,6 +22,7 @@ from transformer2.conversion.liveness import check_liveness
 from transformer2.conversion.llama_sources import LlamaSource, check_llama
 from transformer2.conversion.logits import check_fresh_process, check_logits
 from transformer2.conversion.paths import FORBIDDEN, plain_os_errors, user_path
+from transformer2.conversion.probes import rounding_allowed, within
 from transformer2.conversion.sources import resolve_source
 from transformer2.conversion.structure import changed_files, check_bytes, check_structure, summary
 from transformer2.conversion.trained import (
@@ -182,23 +183,29 @@ def _load_config(output: Path, record: Callable[..., None]) -> Transformer2Confi
 def _logits(
     source: LlamaSource, output: Path, record: Callable[..., None], fresh_process: bool, say: Callable[[str], None]
 ) -> None:
+    config = Transformer2Config.from_pretrained(output)
     for dtype in dict.fromkeys((torch.float32, source.dtype)):
+        allowed = rounding_allowed(config, dtype)
         name = str(dtype).removeprefix("torch.")
         say(f"Comparing logits in {name}")
         for probe, figures in check_logits(source, output, dtype).items():
             if probe == "loading":
                 record("L2", f"{name} loading", figures["bit_equal"], "; ".join(figures["problems"]) or "ok")
             else:
-                record("L2", f"{name} {probe}", figures["bit_equal"], _describe(figures), **figures)
+                detail = _describe(figures, allowed)
+                record("L2", f"{name} {probe}", within(figures, allowed), detail, allowed=allowed, **figures)
     if fresh_process:
         say("Loading in a process with transformers alone")
-        result = check_fresh_process(source, output)
+        result = check_fresh_process(source, output, rounding_allowed(config, torch.float32))
         record("L2", "without the package", result["bit_equal"], "; ".join(result["problems"]) or "same logits")
 
 
-def _describe(figures: dict[str, Any]) -> str:
+def _describe(figures: dict[str, Any], allowed: float) -> str:
     if figures["bit_equal"]:
         return f"bit-equal on {figures['tokens']} tokens"
+    if within(figures, allowed):
+        share = figures["max_abs_diff"] / figures["largest_logit"]
+        return f"equal up to rounding: {share:.1e} of the largest logit, {allowed:.0e} allowed"
     return (
         f"logits differ by up to {figures['max_abs_diff']:.3g} (KL {figures['max_kl']:.3g}, top-1 agreement "
         f"{figures['top1_agreement']:.1%}), first in {figures['first_difference']}"
