@@ -35,6 +35,7 @@ style: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/residual_speed.py
+	$(BIN)/python benchmarks/depth.py --compile
 
 install: $(VENV)/.base
 
