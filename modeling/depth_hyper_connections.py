@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
+from transformers.utils.generic import maybe_autocast
 
 from .depth import Residual, Site, Stream
 from .depth_sources import DepthWeights, inverse_rms
@@ -58,7 +59,8 @@ class ParallelStreams(Residual):
             return stream[0] * (self.num_streams if self.reduce == "sum" else 1), stream
         mean, streams = stream
         read, *weights = self.connection(streams)
-        return (read.unsqueeze(-2) @ streams).squeeze(-2), (mean, streams, *weights)
+        with maybe_autocast(streams.device.type, enabled=False):  # the streams keep the precision that they have
+            return (read.unsqueeze(-2) @ streams).squeeze(-2), (mean, streams, *weights)
 
     def write(self, stream: Stream, update: Tensor, read: Tensor, context: Tensor, **tokens: Any) -> Stream:
         mean, streams, *weights = stream
@@ -66,8 +68,10 @@ class ParallelStreams(Residual):
         if self.site == "local":
             return (mean + update, written)
         mixing, gates = (tensor.flatten(0, 1) for tensor in weights)
-        streams = torch.baddbmm(written.flatten(0, 1), mixing.mT, streams.flatten(0, 1))
-        streams = torch.baddbmm(streams, gates.unsqueeze(-1), update.flatten(0, 1).unsqueeze(-2)).view_as(written)
+        update = update.to(streams.dtype).flatten(0, 1).unsqueeze(-2)
+        with maybe_autocast(streams.device.type, enabled=False):
+            streams = torch.baddbmm(written.flatten(0, 1), mixing.mT, streams.flatten(0, 1))
+            streams = torch.baddbmm(streams, gates.unsqueeze(-1), update).view_as(written)
         return (mean_of(streams) if self.site == "mlp" else mean, streams)
 
 

@@ -218,6 +218,17 @@ def test_causal(residual, mixer):
 
 
 @every_case
+def test_zero_states_have_finite_gradients(residual, mixer):
+    """Padding has a zero embedding: no norm, gate or softmax may divide by it, forwards or backwards."""
+    model = case(residual, mixer).train()
+    x = tokens()
+    x[0, :5] = 0
+    model(x, attention_mask=(x != 0).long(), labels=x, use_cache=False).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is None or parameter.grad.isfinite().all(), name
+
+
+@every_case
 def test_residuals_own_no_parameter_directly(residual, mixer):
     """Their methods are not `forward`, so hooks that bring offloaded parameters back would not see them."""
     for module in case(residual, mixer).modules():

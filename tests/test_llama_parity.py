@@ -141,6 +141,14 @@ def test_every_width_of_the_state_starts_as_llama(channels):
 
 
 @pytest.mark.parametrize("residual", EXACT_RESIDUALS)
+def test_identity_forms_start_as_llama_in_mixed_precision(residual):
+    """Under autocast the stream keeps its float32, so nothing is rounded that is not in a Llama."""
+    model, plain = (retrofit(tiny_llama(), RESIDUALS[name], "none", torch.float32) for name in (residual, "standard"))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(tokens(2, 20)).logits, plain(tokens(2, 20)).logits)
+
+
+@pytest.mark.parametrize("residual", EXACT_RESIDUALS)
 def test_hidden_states_start_as_llamas(residual):
     llama = tiny_llama()
     model = retrofit(llama, RESIDUALS[residual], LOCAL_MIXERS["swa_identity"], torch.float32)
