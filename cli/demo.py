@@ -62,22 +62,22 @@ def write_text(folder: Path) -> tuple[Path, Path]:
     return files["train"], files["heldout"]
 
 
-def measure(path: Path, text: Path) -> dict[str, Any]:
+def measure(path: Path, text: Path, dtype: str) -> dict[str, Any]:
     """Perplexity on the held-out text, and the speed of a forward pass."""
     from transformer2.training import evaluate
 
-    scores = evaluate(path, text, sequence_length=SEQUENCE_LENGTH, max_tokens=EVAL_TOKENS)
-    return {**scores, "tokens_per_second": tokens_per_second(path)}
+    scores = evaluate(path, text, sequence_length=SEQUENCE_LENGTH, max_tokens=EVAL_TOKENS, dtype=dtype)
+    return {**scores, "tokens_per_second": tokens_per_second(path, dtype)}
 
 
-def tokens_per_second(path: Path) -> float:
+def tokens_per_second(path: Path, dtype: str) -> float:
     """The median of several forward passes over one row, after one that only warms up."""
     import torch
 
     from transformer2.training.loading import load_model
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load_model(path).eval().to(device)
+    model = load_model(path, getattr(torch, dtype)).eval().to(device)
     ids = torch.arange(SEQUENCE_LENGTH, device=device)[None] % model.config.vocab_size
     seconds = []
     with torch.no_grad():
@@ -115,12 +115,13 @@ def count_parameters(path: Path) -> int:
     return sum(entry.num_elements for entry in open_checkpoint(path).tensors.values())
 
 
-def show(rows: list[dict[str, Any]]) -> None:
+def show(rows: list[dict[str, Any]], dtype: str) -> None:
     """One table, at the end, on standard output."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("model", "perplexity", "parameters", "tokens/s", title="Held-out text, same tokens for every row")
+    title = f"Held-out text, same tokens for every row, in {dtype}"
+    table = Table("model", "perplexity", "parameters", "tokens/s", title=title)
     for column in table.columns[1:]:
         column.justify = "right"
     for row in rows:
@@ -142,6 +143,7 @@ def main() -> None:
     from transformer2.conversion import convert
     from transformer2.conversion.sources import resolve_source
     from transformer2.training import generate
+    from transformer2.training.precision import choose
     from transformer2_cli.conversion import show_checks
 
     out = options.out
@@ -151,7 +153,9 @@ def main() -> None:
     source = options.model or default_model()
     say(f"Reading {Path(source).name}; a GGUF file is first dequantised to bfloat16, once.")
     base = resolve_source(source, out / "base", None).folder
-    rows = [{"model": f"base ({base.name})", "parameters": count_parameters(base), **measure(base, held_out)}]
+    dtype = {"bf16": "bfloat16", "fp32": "float32"}[choose("auto")]
+    say(f"Measuring in {dtype}, the faster of float32 and bfloat16 on this machine.")
+    rows = [{"model": f"base ({base.name})", "parameters": count_parameters(base), **measure(base, held_out, dtype)}]
 
     for name, retrofit in RETROFITS.items():
         converted, tuned = out / name, out / f"{name}-tuned"
@@ -167,15 +171,14 @@ def main() -> None:
         show_checks(report["verification"])
         print(f"   The figures behind this table are in {converted / 'verification.json'}.", file=sys.stderr)
         rows.append({"model": f"{name}, converted", "parameters": count_parameters(converted)})
-        rows[-1].update(measure(converted, held_out))
+        rows[-1].update(measure(converted, held_out, dtype))
         say(f"Fine-tuning its new parameters for {STEPS} steps of {SEQUENCE_LENGTH} tokens into {tuned}.")
         fine_tune(converted, tuned, train_text, held_out, retrofit["learning_rate"])
-        rows.append(
-            {"model": f"{name}, fine-tuned", "parameters": count_parameters(tuned), **measure(tuned, held_out)}
-        )
+        rows.append({"model": f"{name}, fine-tuned", "parameters": count_parameters(tuned)})
+        rows[-1].update(measure(tuned, held_out, dtype))
 
     (out / "results.json").write_text(json.dumps(rows, indent=2) + "\n")
-    show(rows)
+    show(rows, dtype)
     print("\nA sentence that the fine-tuned DDL model completes:")
     print(PROMPT, end="")
     generate(out / "ddl-tuned", PROMPT, max_new_tokens=40, file=sys.stdout)
