@@ -43,7 +43,7 @@ def test_speed_is_the_median_after_a_warm_up(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "TIMED_PASSES", 3)
     monkeypatch.setattr(demo, "SEQUENCE_LENGTH", 64)
     monkeypatch.setattr(demo.time, "perf_counter", lambda: next(times))
-    assert demo.tokens_per_second(model) == 64 / 2.0
+    assert demo.tokens_per_second(model, "float32") == 64 / 2.0
 
 
 def test_held_out_text_is_not_trained_on(tmp_path):
