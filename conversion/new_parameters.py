@@ -6,7 +6,7 @@ from torch import Tensor
 from transformer2 import Transformer2Config, Transformer2ForCausalLM
 from transformer2.conversion.llama_sources import LlamaSource, llama_shapes
 
-NEW_MODULES = ("residual", "local_mixer", "local_layernorm")  # and whatever ends in "_residual"
+NEW_MODULES = ("residual", "local_mixer", "local_layernorm")  # and what ends in "_residual" or "_local_mixer"
 
 
 def is_new(name: str) -> bool:
@@ -15,7 +15,7 @@ def is_new(name: str) -> bool:
     name: its full name in the model, such as "model.layers.0.attn_residual.rewrite.carry".
     """
     modules = name.split(".")[:-1]
-    return any(module in NEW_MODULES or module.endswith("_residual") for module in modules)
+    return any(module in NEW_MODULES or module.endswith(("_residual", "_local_mixer")) for module in modules)
 
 
 def meta_model(config: Transformer2Config) -> Transformer2ForCausalLM:

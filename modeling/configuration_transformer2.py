@@ -5,7 +5,7 @@ from typing import Any
 from transformers.configuration_utils import PreTrainedConfig, strict
 from transformers.modeling_rope_utils import RopeParameters
 
-from .variants import cache_slots, resolve
+from .variants import cache_slots, check_together, resolve
 
 
 @strict
@@ -84,6 +84,7 @@ class Transformer2Config(PreTrainedConfig):
         """Fill in the options of both axes, and the two fields that the library's caches read."""
         for axis, default in {"residual": "standard", "local_mixer": "none"}.items():
             super().__setattr__(axis, resolve(axis, getattr(self, axis) or default, self))
+        check_together(self)
         slots = cache_slots(self)
         self.number_of_conv_states = max(slots, default=0)
         # A "hybrid" layer holds states besides keys and values.

@@ -26,7 +26,7 @@ from transformers import initialization as init
 from .depth import Residual, Site, Stream
 from .depth_sources import DepthWeights, centred_softmax, inverse_rms, weighted_sum
 from .layers import at_least_float32
-from .sequence import has_local_mixer
+from .sequence import has_local_sublayer
 
 USUAL_BLOCKS = 8
 
@@ -63,7 +63,7 @@ class AttentionResiduals(Residual):
         self.block_size = block_size or -(-num_sublayers // USUAL_BLOCKS // 2) * 2
         self.num_heads, self.eps = num_heads, config.rms_norm_eps if key_norm else None
         self.index = 2 * layer_idx + (site == "mlp")  # sublayers before this one
-        self.after_local = site == "attn" and has_local_mixer(config, layer_idx)
+        self.after_local = site == "attn" and has_local_sublayer(config, layer_idx)
         final_read = self.published_final_read if final_read is None else final_read
         self.mixture = None
         if (site in ("attn", "mlp") and self.index > 0) or (site == "model" and final_read):

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from .depth import Residual, Site, Stream
-from .sequence import has_local_mixer
+from .sequence import has_local_sublayer
 
 
 class BlockIncrements(Residual):
@@ -27,7 +27,7 @@ class BlockIncrements(Residual):
 
     def __init__(self, config, layer_idx: int, site: Site):
         super().__init__(config, layer_idx, site)
-        self.after_local = site == "attn" and has_local_mixer(config, layer_idx)
+        self.after_local = site == "attn" and has_local_sublayer(config, layer_idx)
 
     def open(self, embeddings: Tensor, **tokens: Any) -> Stream:
         return (embeddings, embeddings)

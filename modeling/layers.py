@@ -5,6 +5,8 @@ every checkpoint and must survive a refactoring of the library. In float32 and b
 in float64 they stay in float64.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
@@ -88,18 +90,22 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Transformer2MLP(nn.Module):
-    """down(act(gate(x)) * up(x))"""
+    """down(act(gate(x)) * up(x)); `local_mixer` may mix gate(x) and up(x) with those of nearby tokens."""
 
-    def __init__(self, config):
+    def __init__(self, config, local_mixer: nn.Module | None = None):
         super().__init__()
+        self.local_mixer = local_mixer
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
         self.act_fn = ACT2FN[config.hidden_act]
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., D] -> [..., D]"""
-        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+    def forward(self, hidden_states: Tensor, tokens: dict[str, Any] | None = None) -> Tensor:
+        """[B, T, D] -> [B, T, D]; `tokens` is what a local mixer needs to know about them"""
+        gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
+        if self.local_mixer is not None:
+            gate, up = self.local_mixer.mix(torch.cat((gate, up), dim=-1), **(tokens or {})).chunk(2, dim=-1)
+        return self.down_proj(self.act_fn(gate) * up)
 
 
 class ZeroLinear(nn.Linear):

@@ -34,7 +34,7 @@ from .layers import (
 )
 from .masks import create_masks
 from .outputs import Transformer2CausalLMOutput, Transformer2ModelOutput
-from .sequence import LeftContext, has_local_mixer
+from .sequence import LeftContext
 from .variants import build_local_mixer, build_residual
 
 
@@ -75,6 +75,7 @@ class Transformer2Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_bias)
+        self.local_mixer = build_local_mixer(config, layer_idx, "qkv")
 
     def forward(
         self,
@@ -82,15 +83,18 @@ class Transformer2Attention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
         cache: Cache | None = None,
+        tokens: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """[B, T, D] (or [3, B, T, D]: one input each for queries, keys and values) -> [B, T, D] and the weights"""
         q_input, k_input, v_input = hidden_states if hidden_states.dim() == 4 else (hidden_states,) * 3
+        projected = self.q_proj(q_input), self.k_proj(k_input), self.v_proj(v_input)
+        if self.local_mixer is not None:
+            mixed = self.local_mixer.mix(torch.cat(projected, dim=-1), **(tokens or {}))
+            projected = mixed.split([part.shape[-1] for part in projected], dim=-1)
         input_shape = q_input.shape[:-1]
         hidden_shape = (*input_shape, -1, self.head_dim)
-        query_states = self.q_proj(q_input).view(hidden_shape).transpose(1, 2)
-        key_states = self.k_proj(k_input).view(hidden_shape).transpose(1, 2)
-        value_states = self.v_proj(v_input).view(hidden_shape).transpose(1, 2)
+        query_states, key_states, value_states = (part.reshape(hidden_shape).transpose(1, 2) for part in projected)
 
         cos, sin = position_embeddings
         query_states, key_states = apply_rotary(query_states, cos, sin), apply_rotary(key_states, cos, sin)
@@ -120,7 +124,7 @@ class Transformer2DecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: Transformer2Config, layer_idx: int):
         super().__init__()
         self.self_attn = Transformer2Attention(config, layer_idx)
-        self.mlp = Transformer2MLP(config)
+        self.mlp = Transformer2MLP(config, build_local_mixer(config, layer_idx, "gate_up"))
         self.input_layernorm = Transformer2RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Transformer2RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -129,11 +133,12 @@ class Transformer2DecoderLayer(GradientCheckpointingLayer):
         self.mlp_residual = build_residual(config, layer_idx, "mlp")
 
         # Sequence axis
-        self.has_local_sublayer = has_local_mixer(config, layer_idx)
-        if self.has_local_sublayer:
+        self.local_mixer = build_local_mixer(config, layer_idx, "layer")
+        if self.local_mixer is not None:
             self.local_layernorm = Transformer2RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-            self.local_mixer = build_local_mixer(config, layer_idx)
             self.local_residual = build_residual(config, layer_idx, "local")
+        self.attn_local_mixer = build_local_mixer(config, layer_idx, "attn")
+        self.mlp_local_mixer = build_local_mixer(config, layer_idx, "mlp")
 
     def forward(
         self,
@@ -147,7 +152,7 @@ class Transformer2DecoderLayer(GradientCheckpointingLayer):
         tokens = {**(tokens or {}), "cache": cache, "block": self.attn_residual}
 
         # Local Mixing
-        if self.has_local_sublayer:
+        if self.local_mixer is not None:
             residual, stream = self.local_residual.read(stream, **tokens)
             hidden_states = self.local_layernorm(residual)
             update = self.local_mixer(hidden_states, **tokens)
@@ -156,11 +161,14 @@ class Transformer2DecoderLayer(GradientCheckpointingLayer):
         # Self Attention
         residual, stream = self.attn_residual.read(stream, **tokens)
         hidden_states = self.input_layernorm(residual, self.attn_residual.gain())
+        if self.attn_local_mixer is not None:
+            hidden_states = self.attn_local_mixer.mix(hidden_states, **tokens)
         update, _ = self.self_attn(
             hidden_states,
             attention_mask=attention_mask,
             position_embeddings=position_embeddings,
             cache=cache,
+            tokens=tokens,
             **kwargs,
         )
         stream = self.attn_residual.write(stream, update, residual, hidden_states, **tokens)
@@ -168,7 +176,9 @@ class Transformer2DecoderLayer(GradientCheckpointingLayer):
         # Fully Connected
         residual, stream = self.mlp_residual.read(stream, **tokens)
         hidden_states = self.post_attention_layernorm(residual, self.mlp_residual.gain())
-        update = self.mlp(hidden_states)
+        if self.mlp_local_mixer is not None:
+            hidden_states = self.mlp_local_mixer.mix(hidden_states, **tokens)
+        update = self.mlp(hidden_states, tokens)
         return self.mlp_residual.write(stream, update, residual, hidden_states, **tokens)
 
 
@@ -212,6 +222,7 @@ class Transformer2Model(Transformer2PreTrainedModel):
     def __init__(self, config: Transformer2Config):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.local_mixer = build_local_mixer(config, 0, "embedding")
         self.residual = build_residual(config, config.num_hidden_layers, "model")
         self.layers = nn.ModuleList(
             [Transformer2DecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers)]
@@ -281,6 +292,8 @@ class Transformer2Model(Transformer2PreTrainedModel):
         tokens.update(position_ids=position_ids, model=self.residual)
         position_embeddings = self.rotary_emb(inputs_embeds, position_ids=position_ids)
 
+        if self.local_mixer is not None:
+            inputs_embeds = self.local_mixer.mix(inputs_embeds, cache=cache, **tokens)
         stream = self.residual.open(inputs_embeds, cache=cache, **tokens)
         for decoder_layer in self.layers[: self.config.num_hidden_layers]:
             stream = decoder_layer(

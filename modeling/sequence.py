@@ -1,38 +1,51 @@
 """Local mixers move information along the sequence axis, between nearby tokens, before global attention does.
 
+A mixer has one or several places in a layer:
+
+    layer       a sublayer of its own in front of attention, with a norm: its output is the update of a residual
+    attn, mlp   the normalised input of attention or the MLP          qkv    queries, keys and values, side by side
+    gate_up     the MLP's gate and up projections, side by side       embedding    the embeddings, before layer 0
+
+Everywhere but at "layer" it adds to what it reads, or (`replaces_input`) takes its place.
+
 Nothing here knows about caches but `LeftContext`, which gives any operator the entries before its input: zeros before
 the first token, the cached ones while decoding. A mixer that uses it works with every cache, beam search and padding.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+Place = Literal["layer", "attn", "mlp", "qkv", "gate_up", "embedding"]
 
 
 class LocalMixer(nn.Module):
     """No local mixing: the plain Transformer.
 
-    Also the interface of its variants: override `forward`, `check` and `cache_slots`. Options are the keyword-only
-    arguments of the constructor; `layers`, which every mixer has, lists the layers that get one (default: all).
+    Also the interface of its variants: override `forward`, `places` and `check`. One instance per place. Options are
+    the keyword-only arguments of the constructor; `layers`, which every mixer has, lists the layers that get one
+    (default: all).
     """
+
+    replaces_input = False  # whether the output takes the place of the input, rather than being added to it
 
     dormant: tuple[str, ...] = ()  # patterns of parameters without gradient at the first step of the identity form
     bitwise = True  # whether the identity form starts as the plain Transformer bit for bit
 
-    def __init__(self, config, layer_idx: int):
+    def __init__(self, config, layer_idx: int, place: Place):
         super().__init__()
-        self.layer_idx = layer_idx
+        self.layer_idx, self.place = layer_idx, place
 
     @classmethod
     def check(cls, config, **options: Any) -> None:
         """Raise ValueError, naming cause and remedy, for option values that make no sense."""
 
     @classmethod
-    def cache_slots(cls, config, **options: Any) -> int:
-        """How many `LeftContext`s one layer's mixer keeps in the cache."""
-        return 0
+    def places(cls, config, **options: Any) -> tuple[Place, ...]:
+        """Where the mixer is in a layer that has one. Each place keeps one `LeftContext` in the cache."""
+        return ()
 
     @classmethod
     def idle(cls, config, **options: Any) -> tuple[str, ...]:
@@ -40,14 +53,30 @@ class LocalMixer(nn.Module):
         return ()
 
     def forward(self, x: Tensor, **tokens: Any) -> Tensor:
-        """[B, T, D] -> [B, T, D]. `tokens` holds `cache`, `token_mask`, `position_ids`, `token_index`, `seq_idx`."""
+        """[B, T, C] -> [B, T, C]. `tokens` holds `cache`, `token_mask`, `position_ids`, `token_index`, `seq_idx`."""
         raise NotImplementedError
 
+    def mix(self, x: Tensor, **tokens: Any) -> Tensor:
+        """What stands where x stood, at any place but "layer": [B, T, C] -> [B, T, C]"""
+        return self(x, **tokens) if self.replaces_input else x + self(x, **tokens)
 
-def has_local_mixer(config, layer_idx: int) -> bool:
-    """Whether this layer has a local sublayer."""
+
+def width_of(config, place: Place) -> int:
+    """Features at a place."""
+    if place == "qkv":
+        return (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
+    return 2 * config.intermediate_size if place == "gate_up" else config.hidden_size
+
+
+def in_layer(config, layer_idx: int) -> bool:
+    """Whether this layer is one of those that get local mixers."""
     layers = config.local_mixer.get("layers")
-    return config.local_mixer["type"] != "none" and (layers is None or layer_idx in layers)
+    return layers is None or layer_idx in layers
+
+
+def has_local_sublayer(config, layer_idx: int) -> bool:
+    """Whether this layer has a local sublayer: every type but Canon names its one place in the option "site"."""
+    return config.local_mixer.get("site") == "layer" and in_layer(config, layer_idx)
 
 
 class LeftContext(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .layers import apply_rotary, rope_frequencies, rotations
-from .sequence import LeftContext, LocalMixer
+from .sequence import LeftContext, LocalMixer, Place, width_of
 from .short_swa import ShortSWA, windowed_attention
 
 
@@ -19,7 +19,8 @@ class LocalShortSWA(LocalMixer):
     """ShortSWA (arXiv 2603.16039): attention over the last few tokens, a sublayer of its own before global attention.
 
     form: "paper" (all projections random) or "identity" (zero output projection, for pretrained models).
-    site: "layer", a sublayer with its own norm.
+    site: "layer", a sublayer with its own norm; or added to the normalised input of attention ("attn") or the MLP
+        ("mlp"), to queries, keys and values ("qkv"), or to the embeddings ("embedding").
     window: tokens that a token sees, itself included.
     mask: "sliding", or "chunk" for windows aligned to multiples of `window` (a token sees its own chunk so far).
     num_heads, num_kv_heads, head_dim: None for those of global attention.
@@ -27,15 +28,16 @@ class LocalShortSWA(LocalMixer):
         model's rope scaling, which stretches long distances, does not apply.
     """
 
-    dormant = (r"\.local_layernorm\.", r"\.local_mixer\.swa\.(query|key|value)\.")
+    dormant = (r"\.local_layernorm\.", r"\.local_mixer.*\.swa\.(query|key|value)\.")
 
     def __init__(
         self,
         config,
         layer_idx: int,
+        place: Place,
         *,
         form: Literal["paper", "identity"] = "paper",
-        site: Literal["layer"] = "layer",
+        site: Literal["layer", "attn", "mlp", "qkv", "embedding"] = "layer",
         window: int = 128,
         mask: Literal["sliding", "chunk"] = "sliding",
         num_heads: int | None = None,
@@ -43,11 +45,12 @@ class LocalShortSWA(LocalMixer):
         head_dim: int | None = None,
         rope: bool = True,
     ):
-        super().__init__(config, layer_idx)
+        super().__init__(config, layer_idx, place)
         num_heads, num_kv_heads, head_dim = _heads(config, num_heads, num_kv_heads, head_dim)
         self.window, self.chunked, self.rope = window, mask == "chunk", rope
         self.rope_theta = config.rope_parameters["rope_theta"]
-        self.swa = ShortSWA(config.hidden_size, num_heads, num_kv_heads, head_dim, window, form == "identity")
+        width = width_of(config, place)
+        self.swa = ShortSWA(width, num_heads, num_kv_heads, head_dim, window, form == "identity")
         self.context = LeftContext(window - 1, layer_idx)
 
     @classmethod
@@ -71,8 +74,8 @@ class LocalShortSWA(LocalMixer):
             raise ValueError(f"RoPE rotates pairs, so head_dim must be even, got {head_dim}; or set rope=false.")
 
     @classmethod
-    def cache_slots(cls, config, **options: Any) -> int:
-        return 1
+    def places(cls, config, **options: Any) -> tuple[Place, ...]:
+        return (options["site"],)
 
     def forward(
         self,
@@ -83,7 +86,7 @@ class LocalShortSWA(LocalMixer):
         seq_idx: Tensor | None = None,
         **tokens: Any,
     ) -> Tensor:
-        """[B, T, D] -> [B, T, D]"""
+        """[B, T, C] -> [B, T, C]"""
         swa = self.swa
         query, key, value = (
             swa.split(swa.query(x)),

@@ -2,7 +2,7 @@
 
     how the weights are made      along depth                                   along the sequence
     fixed                         standard                                      none
-    learned, static               elc_bert, denseformer, laurel
+    learned, static               elc_bert, denseformer, laurel                 short_conv, canon
     from the newest state         mudd
     from the sources              dca, attn_res, delta_attn_res
     attention                     short_swa, vertical_attention                 short_swa
@@ -34,7 +34,9 @@ from .depth_mhc import ManifoldHyperConnections
 from .depth_mudd import MUDDFormer
 from .depth_short_swa import DepthShortSWA
 from .depth_vertical_attention import VerticalAttention
-from .sequence import LocalMixer, has_local_mixer
+from .sequence import LocalMixer, Place, in_layer
+from .sequence_canon import Canon
+from .sequence_short_conv import ShortConv
 from .sequence_short_swa import LocalShortSWA
 
 RESIDUALS: dict[str, type[Residual]] = {
@@ -55,6 +57,8 @@ RESIDUALS: dict[str, type[Residual]] = {
 
 LOCAL_MIXERS: dict[str, type[LocalMixer]] = {
     "none": LocalMixer,
+    "short_conv": ShortConv,
+    "canon": Canon,
     "short_swa": LocalShortSWA,
 }
 
@@ -110,21 +114,41 @@ def build_residual(config, layer_idx: int, site: Site) -> Residual:
     return RESIDUALS[options.pop("type")](config, layer_idx, site, **options)
 
 
-def build_local_mixer(config, layer_idx: int) -> LocalMixer:
-    """The local mixer of one layer that has one."""
+def local_places(config, layer_idx: int) -> tuple[Place, ...]:
+    """The places of the local mixers of one layer; that of the embeddings counts as layer 0's."""
     options = dict(config.local_mixer)
     options.pop("layers", None)
-    return LOCAL_MIXERS[options.pop("type")](config, layer_idx, **options)
+    places = LOCAL_MIXERS[options.pop("type")].places(config, **options)
+    if places == ("embedding",):
+        return places if layer_idx == 0 else ()
+    return places if in_layer(config, layer_idx) else ()
+
+
+def build_local_mixer(config, layer_idx: int, place: Place) -> LocalMixer | None:
+    """The local mixer at one place of one layer, if it has one there."""
+    if place not in local_places(config, layer_idx):
+        return None
+    options = dict(config.local_mixer)
+    options.pop("layers", None)
+    return LOCAL_MIXERS[options.pop("type")](config, layer_idx, place, **options)
+
+
+def check_together(config) -> None:
+    """Raise ValueError for a residual and a local mixer that have no meaning together."""
+    split = config.residual.get("split_qkv") or config.residual["type"] == "mudd"
+    if split and any("attn" in local_places(config, layer_idx) for layer_idx in range(config.num_hidden_layers)):
+        raise ValueError(
+            f"The residual {config.residual['type']!r} gives queries, keys and values inputs of their own, so no "
+            "local mixer can sit on attention's input (site attn, Canon A): choose another place."
+        )
 
 
 def cache_slots(config) -> list[int]:
     """For each layer, how many states besides keys and values its row of the cache holds."""
-    residual, mixer = dict(config.residual), dict(config.local_mixer)
-    residual_class, mixer_class = RESIDUALS[residual.pop("type")], LOCAL_MIXERS[mixer.pop("type")]
-    mixer.pop("layers", None)
+    residual = dict(config.residual)
+    residual_class = RESIDUALS[residual.pop("type")]
     return [
-        residual_class.cache_slots(config, layer_idx, **residual)
-        + (mixer_class.cache_slots(config, **mixer) if has_local_mixer(config, layer_idx) else 0)
+        residual_class.cache_slots(config, layer_idx, **residual) + len(local_places(config, layer_idx))
         for layer_idx in range(config.num_hidden_layers)
     ]
 

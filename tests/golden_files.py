@@ -8,15 +8,16 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-FOLDER = Path(__file__).parent / "golden" / "depth"
+GOLDEN = Path(__file__).parent / "golden"
+FOLDER = GOLDEN / "depth"
 OUTPUT_LIMIT, GRADIENT_LIMIT = 1e-5, 1e-4
 
 
-def cases(name: str, kind: str | None = None) -> list[Any]:
+def cases(name: str, kind: str | None = None, folder: Path = FOLDER) -> list[Any]:
     """The cases of a file, as parameters of a test."""
     import pytest
 
-    with safe_open(FOLDER / f"{name}.safetensors", "pt") as file:
+    with safe_open(folder / f"{name}.safetensors", "pt") as file:
         listed = json.loads(file.metadata()["config"])["cases"]
     return [
         pytest.param(Golden(name, case), id=case["case"]) for case in listed if kind in (None, case.get("kind", kind))
@@ -30,8 +31,8 @@ class Golden:
         self.file = file
         self.__dict__.update(case)
 
-    def load(self) -> "Golden":
-        with safe_open(FOLDER / f"{self.file}.safetensors", "pt") as file:
+    def load(self, folder: Path = FOLDER) -> "Golden":
+        with safe_open(folder / f"{self.file}.safetensors", "pt") as file:
             prefix = f"{self.case}/"
             names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
             tensors = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
@@ -44,7 +45,6 @@ class Golden:
                 getattr(self, kind)[rest] = tensor
         self.out.pop("J", None)
         assert self.out
-        assert self.probe
         return self
 
     def __getitem__(self, name: str) -> Tensor:
@@ -53,6 +53,7 @@ class Golden:
     def check(self, ours: dict[str, Tensor]) -> None:
         """Our outputs, and the gradients of the same objective, are the reference's."""
         assert set(ours) == set(self.out), set(ours) ^ set(self.out)
+        assert self.probe
         for name, expected in self.out.items():
             close(ours[name], expected, OUTPUT_LIMIT, name)
         sum((ours[name] * weights).sum() for name, weights in self.probe.items()).backward()

@@ -120,6 +120,17 @@ LOCAL_MIXERS: dict[str, Any] = {
     "swa": {"type": "short_swa", "window": 4},
     "swa_long": {"type": "short_swa", "window": 64, "num_heads": 2, "head_dim": 6},
     "swa_chunk": {"type": "short_swa", "window": 3, "mask": "chunk", "rope": False, "layers": [0, 2]},
+    "swa_attn": {"type": "short_swa", "site": "attn", "window": 3, "layers": [1, 2]},
+    "swa_qkv": {"type": "short_swa", "site": "qkv", "window": 3, "num_heads": 1},
+    "conv": "short_conv",
+    "conv_gated": {"type": "short_conv", "gated": True, "site": "mlp", "kernel_size": 3, "layers": [0, 1]},
+    "conv_qkv": {"type": "short_conv", "site": "qkv", "activation": None, "bias": True, "kernel_size": 2},
+    "conv_embedding": {"type": "short_conv", "site": "embedding"},
+    "conv_identity": {"type": "short_conv", "form": "identity", "bias": True},
+    "conv_gated_identity": {"type": "short_conv", "form": "identity", "gated": True, "site": "attn"},
+    "canon": "canon",
+    "canon_ac": {"type": "canon", "letters": "AC", "skip": False, "activation": "silu", "kernel_size": 3},
+    "canon_identity": {"type": "canon", "form": "identity"},
     "swa_identity": {"type": "short_swa", "form": "identity", "window": 2, "num_heads": 4, "num_kv_heads": 1},
 }
 IDENTITY_RESIDUALS = [
@@ -129,7 +140,7 @@ IDENTITY_RESIDUALS = [
 ]
 ALMOST_IDENTITY = ["mhc_identity"]  # up to rounding, see depth_mhc.py
 EXACT_RESIDUALS = [name for name in IDENTITY_RESIDUALS if name not in ALMOST_IDENTITY]
-IDENTITY_MIXERS = ["none", "swa_identity"]
+IDENTITY_MIXERS = [name for name, mixer in LOCAL_MIXERS.items() if name == "none" or "identity" in name]
 # One line per case of the contract tests: every residual and every mixer, and some pairs.
 CASES: list[tuple[str, str]] = [
     *[(residual, "none") for residual in RESIDUALS],
@@ -138,6 +149,11 @@ CASES: list[tuple[str, str]] = [
     ("ddl_tc_ec", "swa"),
     ("ddl_cc", "swa_chunk"),
     ("depth_swa", "swa"),
+    ("ddl_tc_ec", "canon"),
+    ("dca", "conv"),
+    ("attn_res", "canon"),
+    ("mudd", "conv_qkv"),
+    ("hyper", "canon_ac"),
     ("elc_bert", "swa"),
     ("denseformer", "swa_chunk"),
     ("dca", "swa_chunk"),
@@ -146,11 +162,11 @@ CASES: list[tuple[str, str]] = [
     ("hyper", "swa"),
     ("ddl_identity_tc_ec", "swa_identity"),
 ]
-# What goes through a cache: every mixer with the residuals that keep states of their own there, two with the others.
+# What goes through a cache: every mixer with two residuals, of which one keeps states of its own there, and every
+# residual with two mixers.
 PAIRS: list[tuple[str, str]] = [
-    (residual, mixer)
-    for residual in RESIDUALS
-    for mixer in (LOCAL_MIXERS if residual == "standard" or residual.startswith("ddl") else ("none", "swa_chunk"))
+    *[(residual, mixer) for residual in ("standard", "ddl_tc_ec") for mixer in LOCAL_MIXERS],
+    *[(r, mixer) for r in RESIDUALS if r not in ("standard", "ddl_tc_ec") for mixer in ("none", "swa_chunk")],
 ]
 
 

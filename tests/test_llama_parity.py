@@ -111,8 +111,15 @@ def test_standard_is_llama_for_every_backend(attention):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("scale", [1.0, 8.0], ids=["small", "large"])
-@pytest.mark.parametrize("mixer", IDENTITY_MIXERS)
-@pytest.mark.parametrize("residual", EXACT_RESIDUALS)
+@pytest.mark.parametrize(
+    ("residual", "mixer"),
+    [
+        *((residual, mixer) for residual in EXACT_RESIDUALS for mixer in ("none", "swa_identity")),
+        *(("standard", mixer) for mixer in IDENTITY_MIXERS if mixer not in ("none", "swa_identity")),
+        ("ddl_identity_tc_ec", "canon_identity"),
+        ("attn_res_identity", "canon_identity"),
+    ],
+)
 def test_identity_forms_start_as_llama(residual, mixer, scale, dtype):
     llama = tiny_llama(dtype=dtype, scale=scale, head_dim=12, attention_bias=True, mlp_bias=True)
     model = retrofit(llama, RESIDUALS[residual], LOCAL_MIXERS[mixer], dtype)
@@ -120,7 +127,7 @@ def test_identity_forms_start_as_llama(residual, mixer, scale, dtype):
 
 
 @pytest.mark.parametrize("scale", [1.0, 8.0], ids=["small", "large"])
-@pytest.mark.parametrize("mixer", IDENTITY_MIXERS)
+@pytest.mark.parametrize("mixer", ["none", "swa_identity"])
 @pytest.mark.parametrize("residual", ALMOST_IDENTITY)
 def test_some_start_as_llama_up_to_rounding(residual, mixer, scale):
     llama = tiny_llama(scale=scale, head_dim=12, attention_bias=True, mlp_bias=True)
