@@ -28,7 +28,7 @@ class ShortConv(LocalMixer):
     gated: the LFM2 block, with projections around the convolution and two gates; takes no activation.
     """
 
-    dormant = (r"\.local_layernorm\.", r"\.input_projection\.", r"\.local_mixers?\..*gated_conv\.")
+    dormant = (r"\.local_layernorm\.", r"\.input_projection\.", r"\.gated_conv\.")
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ def build(**fields):
     [
         ({"residual": "nonsense"}, "Unknown residual type 'nonsense'; choose one of: standard, elc_bert, denseformer"),
         ({"residual": {"value_channels": 2}}, "Unknown residual type None; choose one of"),
-        ({"local_mixer": "attention"}, "Unknown local_mixer type 'attention'; choose one of: none, short_swa"),
+        ({"local_mixer": "attention"}, "Unknown local_mixer type 'attention'; choose one of: none, short_conv, canon"),
         (
             {"residual": {"type": "ddl", "channels": 4}},
             "has no option 'channels'; its options are: form, value_channels",
@@ -47,6 +47,15 @@ def build(**fields):
         ({"local_mixer": {"type": "short_swa", "num_heads": 3, "num_kv_heads": 2}}, "multiple of num_kv_heads"),
         ({"local_mixer": {"type": "short_swa", "head_dim": 7}}, "head_dim must be even"),
         ({"local_mixer": {"type": "short_swa", "site": "nowhere"}}, "must be one of: layer"),
+        ({"local_mixer": {"type": "short_conv", "kernel_size": 1}}, "between 2 and 1,024, got 1"),
+        ({"local_mixer": {"type": "canon", "kernel_size": 0}}, "between 2 and 1,024, got 0"),
+        ({"local_mixer": {"type": "canon", "letters": "ABE"}}, "letters are A, B, C and D, each at most once"),
+        ({"local_mixer": {"type": "canon", "letters": "AA"}}, "letters are A, B, C and D, each at most once"),
+        ({"local_mixer": {"type": "canon", "letters": ""}}, "letters are A, B, C and D, each at most once"),
+        ({"local_mixer": {"type": "canon", "form": "identity", "skip": False}}, "needs skip=true"),
+        ({"local_mixer": {"type": "canon", "window": 4}}, "has no option 'window'; its options are: form, letters"),
+        ({"residual": "mudd", "local_mixer": "canon"}, "no local mixer can sit on attention's input"),
+        ({"residual": "dca", "local_mixer": {"type": "short_conv", "site": "attn"}}, "choose another place"),
         ({"local_mixer": {"type": "short_swa", "layers": [0, 3]}}, "must be different numbers between 0 and 2"),
         ({"local_mixer": {"type": "short_swa", "layers": "all"}}, "a list of whole numbers or null"),
         ({"local_mixer": {"type": "short_swa", "layers": []}}, "at least one, got []"),
@@ -100,6 +109,8 @@ def test_a_bare_string_is_stored_as_the_dictionary_with_all_options():
 @pytest.mark.parametrize("residual", RESIDUALS)
 @pytest.mark.parametrize("mixer", LOCAL_MIXERS)
 def test_round_trip(residual, mixer, tmp_path):
+    if mixer == "canon" and residual in ("dca", "mudd"):
+        mixer = {"type": "canon", "letters": "BCD"}  # A has no meaning with them
     config = build(residual=residual, local_mixer=mixer)
     config.save_pretrained(tmp_path)
     again = AutoConfig.from_pretrained(tmp_path)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from helpers import IDENTITY_RESIDUALS, RESIDUALS, tiny_llama, tokens
+from helpers import IDENTITY_MIXERS, IDENTITY_RESIDUALS, LOCAL_MIXERS, RESIDUALS, tiny_llama, tokens
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -89,6 +89,7 @@ def test_every_kind_of_llama(tmp_path, case):
         ({"type": "short_swa", "share_weights": False, "window": None, "num_heads": 2}, "none"),
         ("short_swa", {"type": "short_swa", "mask": "chunk", "window": 4, "rope": False}),
         *((RESIDUALS[name], "none") for name in IDENTITY_RESIDUALS if not name.startswith(("standard", "ddl"))),
+        *(("standard", LOCAL_MIXERS[name]) for name in IDENTITY_MIXERS if name != "none"),
         ("dca", "short_swa"),
         ("mudd", "short_swa"),
         ("attn_res", "short_swa"),
