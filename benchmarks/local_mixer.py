@@ -3,9 +3,9 @@
     python benchmarks/local_mixer.py [--lengths 1024 4096 16384 32768] [--window 128] [--rounds 3] [--out build/mixers]
 
 Forward passes of one mixer over a text of width 512 (8 heads) in float32 on one thread: CPU seconds, the best of the
-rounds, and the bytes of the largest tensor, found by intercepting every operation. "dense mask": what a sliding window
-costs through `scaled_dot_product_attention` with a T x T mask. "of a block" is the share that the mixer has of the time
-of a whole layer at the first length. Writes OUT.json, OUT.md and OUT.png.
+rounds, and the bytes of the largest tensor, found by intercepting every operation. "dense mask" is what a sliding
+window costs through `scaled_dot_product_attention` with a T x T mask. "of a block" is the share that the mixer has of
+the time of a whole layer at the first length. Writes OUT.json, OUT.md and OUT.png.
 """
 
 import argparse
