@@ -110,11 +110,15 @@ def main() -> None:
                 row["largest_logit"] = max(logits.abs().max().item() for logits in ours["text"])
                 row["new_parameters"] = report["new_parameters"]
                 figures.append({"variant": preset, "dtype": name, **row})
+        write(figures, options.out)  # so far, in case the rest is interrupted
     print(table(figures))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.with_suffix(".json").write_text(json.dumps(figures, indent=2))
-    options.out.with_suffix(".md").write_text(table(figures) + "\n")
     print(f"Written: {options.out}.json and .md")
+
+
+def write(figures: list[dict[str, Any]], out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps(figures, indent=2))
+    out.with_suffix(".md").write_text(table(figures) + "\n")
 
 
 if __name__ == "__main__":
