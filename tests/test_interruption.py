@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -27,7 +28,9 @@ def settings(tmp_path):
 
 def stop_at(line_start: str, send: int, *arguments: str) -> tuple[int, str]:
     """Start a command, send it a signal once it has said a line, and return its exit code and all that it said."""
-    run = subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.PIPE, text=True)
+    run = subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.PIPE, text=True, preexec_fn=listen)
+    with_patience = threading.Timer(300, run.kill)  # a command that goes on fails the test, and does not hang it
+    with_patience.start()
     said = ""
     for line in run.stderr:
         said += line
@@ -35,7 +38,13 @@ def stop_at(line_start: str, send: int, *arguments: str) -> tuple[int, str]:
             run.send_signal(send)
             break
     said += run.stderr.read()
+    with_patience.cancel()
     return run.wait(timeout=60), said
+
+
+def listen() -> None:
+    """What a shell starts in the background ignores Ctrl-C, and so would all that the tests start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def names(folder) -> list[str]:
