@@ -120,7 +120,7 @@ def test_failed_proof_exits_with_1(run, llama_folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--residual", "dll"], "Error: Unknown residual type 'dll'; choose one of: standard, ddl, short_swa."),
+        (["--residual", "dll"], "Error: Unknown residual type 'dll'; choose one of: standard, elc_bert, denseformer,"),
         (["--residual", "ddl", "--set", "residual.value_channels=0"], "Error: DDL needs at least one value channel"),
         (["--local-mixer", "short_swa", "--set", "local_mixer.window=0"], "Error: ShortSWA's window"),
         (["--residual", "ddl", "--set", "residual.from=paper"], "Error: residual 'ddl' has no option 'from'"),
