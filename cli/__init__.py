@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -90,8 +91,13 @@ def keep_logs_short() -> None:
         logging.disable_progress_bar()
 
 
+def _end_as_if_interrupted(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
 def main() -> None:
     """Run the command line."""
+    signal.signal(signal.SIGTERM, _end_as_if_interrupted)  # what job schedulers send
     keep_logs_short()
     with reporting_errors():
         app()

@@ -61,6 +61,7 @@ def plain_os_errors(folder: Path | None = None) -> Iterator[None]:
 def sentence(code: int, path: str | bytes | Path | None) -> UserError:
     """The error to raise for the system's error number `code` at `path`."""
     reason, path = os.strerror(code), os.fsdecode(path) if path is not None else None
+    path = re.sub(r"\.([^/]+)\.partial-[0-9a-f]{8}(?=/|$)", r"\1", path or "") or None  # what the user called it
     if code in FULL:
         where = f" of {path}" if path else ""
         return MachineError(f"The disk{where} is full ({reason}); free some space and run it again.")

@@ -134,6 +134,9 @@ def _settle(output: Path) -> None:
 
 
 def _require_free(output: Path, overwrite: bool) -> None:
+    here = Path.cwd()
+    if output.resolve() in (here, *here.parents):
+        raise UserError(f"The output {str(output)!r} is the current folder or one around it; name a new folder.")
     for parent in output.parents:
         if parent.exists() and not parent.is_dir():
             raise UserError(f"{parent} is a file, so there can be no folder {output}; choose another name.")
@@ -141,7 +144,11 @@ def _require_free(output: Path, overwrite: bool) -> None:
         raise UserError(f"{output} is a symbolic link, which would be replaced; name the folder that it points to.")
     if output.exists() and not output.is_dir():
         raise UserError(f"{output} is a file; choose another name for the output folder.")
-    if output.exists() and any(output.iterdir()) and not overwrite:
+    if not output.exists() or not any(output.iterdir()):
+        return
+    if overwrite and not (output / "config.json").is_file():
+        raise UserError(f"{output} holds no model (no config.json), so it is not replaced; choose another name.")
+    if not overwrite:
         raise UserError(
             f"{output} already exists; choose another name, or replace it (overwrite=True in Python, --overwrite for "
             "`convert`, overwrite=true for `train`)."

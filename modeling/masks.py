@@ -34,6 +34,8 @@ def create_masks(
     apart.
     """
     length = inputs_embeds.shape[1]
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 and attention_mask.shape[1] < length:
+        raise ValueError(f"The attention_mask has {attention_mask.shape[1]} columns for {length} tokens: one each.")
     token_mask, token_index = None, position_ids
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
         columns = _columns(attention_mask, length, cache)
@@ -90,7 +92,18 @@ def _columns(attention_mask: Tensor, length: int, cache: Cache | None) -> Tensor
 def _refuse_right_padding(token_mask: Tensor, token_index: Tensor) -> None:
     """Padding after a row's tokens would stand between them and the next ones, in every local operator's memory."""
     if not torch.compiler.is_compiling() and (~token_mask[:, -1] & (token_index[:, -1] > 0)).any():
-        raise ValueError("Local operators with a cache need padding on the left: set tokenizer.padding_side = 'left'.")
+        raise ValueError(
+            "Local operators with a cache need padding on the left: set tokenizer.padding_side = 'left', or pass no "
+            "cache."
+        )
+
+
+def is_right_padded(attention_mask: Tensor | dict[str, Tensor | None] | None) -> bool:
+    """Whether some row of a 2-D mask ends in padding after tokens."""
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
+        return False
+    mask = attention_mask.bool()
+    return bool((~mask[:, -1] & mask.any(-1)).any())
 
 
 def _refuse_what_packing_cannot_do(config, inputs_embeds, cache, position_ids, kwargs: dict[str, Any]) -> None:

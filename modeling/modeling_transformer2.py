@@ -16,7 +16,7 @@ from transformers.modeling_layers import (
     GradientCheckpointingLayer,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
-from transformers.utils import can_return_tuple
+from transformers.utils import can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -32,10 +32,12 @@ from .layers import (
     apply_rotary,
     at_least_float32,
 )
-from .masks import create_masks
+from .masks import create_masks, is_right_padded
 from .outputs import Transformer2CausalLMOutput, Transformer2ModelOutput
 from .sequence import LeftContext
 from .variants import build_local_mixer, build_residual
+
+logger = logging.get_logger(__name__)
 
 
 def eager_attention_forward(
@@ -178,7 +180,7 @@ class Transformer2DecoderLayer(GradientCheckpointingLayer):
         hidden_states = self.post_attention_layernorm(residual, self.mlp_residual.gain())
         if self.mlp_local_mixer is not None:
             hidden_states = self.mlp_local_mixer.mix(hidden_states, **tokens)
-        update = self.mlp(hidden_states, tokens)
+        update = self.mlp(hidden_states, tokens=tokens)
         return self.mlp_residual.write(stream, update, residual, hidden_states, **tokens)
 
 
@@ -275,6 +277,10 @@ class Transformer2Model(Transformer2PreTrainedModel):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
+        makes_cache = use_cache and cache is None and self.config.number_of_conv_states and not is_compiling()
+        if makes_cache and is_right_padded(attention_mask):  # scoring and training need none
+            use_cache = False
+            logger.warning_once("No cache is returned for a batch with padding on the right; pad on the left.")
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
             if seq_idx is None and attention_mask is None and position_ids is not None and not is_compiling():

@@ -40,6 +40,26 @@ def test_existing_output_is_replaced_only_on_request(llama_folder, tmp_path):
     assert beside(output) == ["llama", "out"]
 
 
+@pytest.mark.parametrize("name", ["", ".", "..", "../.."])
+def test_the_current_folder_is_never_replaced(name, llama_folder, tmp_path, monkeypatch):
+    here = tmp_path / "a" / "here"
+    here.mkdir(parents=True)
+    (here / "precious.txt").write_text("kept")
+    monkeypatch.chdir(here)
+    with pytest.raises(UserError, match="is the current folder or one around it"):
+        convert(llama_folder, name, **DDL, overwrite=True)
+    assert (here / "precious.txt").read_text() == "kept"
+
+
+def test_only_models_are_replaced(llama_folder, tmp_path):
+    output = tmp_path / "documents"
+    output.mkdir()
+    (output / "thesis.txt").write_text("kept")
+    with pytest.raises(UserError, match="holds no model .no config.json., so it is not replaced"):
+        convert(llama_folder, output, **DDL, overwrite=True)
+    assert (output / "thesis.txt").read_text() == "kept"
+
+
 def test_failed_overwrite_leaves_the_old_output(llama_folder, tmp_path, monkeypatch):
     output = tmp_path / "out"
     convert(llama_folder, output, **DDL)
@@ -65,7 +85,7 @@ def test_swap_that_was_killed_in_the_middle(llama_folder, tmp_path):
 
 def test_output_and_source_may_not_overlap(llama_folder, tmp_path):
     for output in (llama_folder, llama_folder / "inside", tmp_path):
-        with pytest.raises(UserError, match="overlap"):
+        with pytest.raises(UserError, match="overlap|holds no model"):
             convert(llama_folder, output, **DDL, overwrite=True)
     file = tmp_path / "file"
     file.touch()

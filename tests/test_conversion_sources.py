@@ -226,7 +226,10 @@ def test_missing_head_needs_a_word_from_the_user(tmp_path):
     ("options", "match"),
     [
         ({"residual": "dll"}, "Unknown residual type 'dll'; choose one of: standard, elc_bert, denseformer"),
-        ({"local_mixer": "conv"}, "Unknown local_mixer type 'conv'; choose one of: none, short_conv, canon, short_swa"),
+        (
+            {"local_mixer": "conv"},
+            "Unknown local_mixer type 'conv'; choose one of: none, short_conv, canon",
+        ),
         (
             {"residual": {"type": "ddl", "chanels": 4}},
             "no option 'chanels'; its options are: form, value_channels",

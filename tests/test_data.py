@@ -230,3 +230,9 @@ def test_a_model_that_lets_documents_see_each_other_is_refused():
     with pytest.raises(CheckFailed, match="Packed documents see each other"):
         check_isolation(Leaky(), rows, torch.device("cpu"))
     check_isolation(Leaky(), packed([12]).rows(64), torch.device("cpu"))  # one document: nothing to keep apart
+
+
+def test_zero_bytes_are_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\0" * 100)
+    with pytest.raises(UserError, match="a.txt is binary, not text: it holds zero bytes"):
+        read_documents(tmp_path / "a.txt")

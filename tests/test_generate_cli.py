@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from training_tools import IDENTITY_DDL, IDENTITY_SHORT_SWA, checkpoint, command, word_tokenizer, words
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from transformer2.errors import UserError
 from transformer2.training import generate
@@ -78,3 +78,11 @@ def test_the_command_writes_the_text_alone_to_standard_output(model, monkeypatch
         assert (code, out) == (2, "")
         assert message in error
     assert command(monkeypatch, capsys, "generate", model, "")[0] == 2
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path):
+    """Of other model types the library makes up an empty tokenizer."""
+    folder = tmp_path / "gpt2"
+    GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=16, n_embd=8, n_layer=1, n_head=1)).save_pretrained(folder)
+    with pytest.raises(UserError, match="no usable tokenizer"):
+        generate(folder, "hello")

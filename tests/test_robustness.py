@@ -54,8 +54,13 @@ def test_right_padding_with_a_cache_is_refused(residual, mixer):
     mask = torch.ones(2, 8, dtype=torch.long)
     mask[0, 5:] = 0
     with pytest.raises(ValueError, match="tokenizer.padding_side = 'left'"):
-        model(tokens(2, 8), attention_mask=mask, use_cache=True)
-    assert model(tokens(2, 8), attention_mask=mask, use_cache=False).logits.isfinite().all()
+        model(tokens(2, 8), attention_mask=mask, cache=DynamicCache(config=model.config))
+    # Who brings no cache is scoring or training, whatever the default of `use_cache`: no cache is made for them.
+    out = model(tokens(2, 8), attention_mask=mask, use_cache=True)
+    assert out.get(CACHE_FIELD) is None
+    assert torch.equal(out.logits, model(tokens(2, 8), attention_mask=mask, use_cache=False).logits)
+    with pytest.raises(ValueError, match="8 columns for 9 tokens"):
+        model(tokens(2, 9), attention_mask=mask)
 
 
 @torch.no_grad()

@@ -110,6 +110,7 @@ def test_settings_read_back_and_overrides_win():
         ("optimisation.lr=1e-3", "must be a section of keys and values"),
         ("optimisation.lr.new=0", "must be greater than 0"),
         ("optimisation.lr.new=nan", "must be greater than 0"),
+        ("optimisation.lr.new=.inf", "must be greater than 0 and finite"),
         ("optimisation.betas=[0.9]", "must be two numbers"),
         ("overwrite=yes please", "overwrite must be true or false"),
         ("model=", "The setting model"),

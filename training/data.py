@@ -101,7 +101,10 @@ def _batches(documents: list[str], size: int) -> Iterator[list[str]]:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")  # some editors put a byte order mark first
+        text = path.read_text(encoding="utf-8-sig")  # some editors put a byte order mark first
+        if "\0" in text:
+            raise UserError(f"{path} is binary, not text: it holds zero bytes.")
+        return text
     except UnicodeDecodeError as error:
         raise UserError(
             f"{path} is not UTF-8 text (byte {error.start} cannot be read): convert it to UTF-8 first."

@@ -243,7 +243,10 @@ def evaluate_held_out(accelerator: Accelerator, model, rows: Rows, settings: Set
     sums = score(accelerator.unwrap_model(model), batches, device=accelerator.device)
     targets, nats, num_bytes, *_ = accelerator.reduce(sums, reduction="sum").tolist()
     if not math.isfinite(nats):
-        raise CheckFailed("The loss on the held-out text is not finite: the model's output is broken.")
+        raise CheckFailed(
+            "The loss on the held-out text is not finite, so nothing was written: lower the learning rates, or try "
+            "optimisation.precision=fp32."
+        )
     return {"tokens": int(targets), **likelihood(targets, nats, num_bytes)}
 
 

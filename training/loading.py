@@ -52,10 +52,14 @@ def load_tokenizer(folder: Path):
     """The tokenizer in a checkpoint folder. Raises UserError where there is none."""
     from transformers import AutoTokenizer
 
+    problem = f"{folder} has no usable tokenizer: copy the base model's tokenizer files into it."
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, TypeError, AttributeError) as error:  # each of them says "no tokenizer here"
-        raise UserError(f"{folder} has no usable tokenizer: copy the base model's tokenizer files into it.") from error
+        raise UserError(problem) from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # of some model types the library makes up an empty one
+        raise UserError(problem)
+    return tokenizer
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

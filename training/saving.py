@@ -42,7 +42,8 @@ def check_output(output: Path, source: Path, overwrite: bool) -> None:
     needed = sum(file.stat().st_size for file in source.glob("*.safetensors"))
     if (free := shutil.disk_usage(parent).free) < needed:
         raise MachineError(
-            f"The checkpoint needs {needed / 1e9:.1f} GB at {output}, and {free / 1e9:.1f} GB are free there."
+            f"The checkpoint needs {needed / 1e6:,.1f} MB at {output}, and {free / 1e6:,.1f} MB are free there: free "
+            "some space, or name another disk."
         )
 
 

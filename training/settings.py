@@ -6,6 +6,7 @@ setting can never be ignored in silence.
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -169,8 +170,8 @@ def check(settings: Settings) -> None:
     positive = {"optimisation.lr.new": optimisation.lr.new, "optimisation.lr.pretrained": optimisation.lr.pretrained}
     positive["optimisation.clip"] = optimisation.clip
     for name, value in positive.items():
-        if value is not None and not value > 0:
-            raise UserError(f"{name} must be greater than 0, got {value}.")
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"{name} must be greater than 0 and finite, got {value}.")
     shares = {"optimisation.warmup": optimisation.warmup, "optimisation.min_lr_ratio": optimisation.min_lr_ratio}
     for name, value in shares.items():
         if not 0 <= value <= 1:
