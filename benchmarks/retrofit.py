@@ -26,7 +26,7 @@ from transformer2.training.data import read_documents
 from transformer2.training.loading import load_tokenizer
 
 ROW = 512
-PRESETS = [*names("residual"), "standard+short_swa", "ddl+short_swa"]
+PRESETS = [f"{name}-135m" for name in (*names("residual"), "standard+short_swa", "standard+canon", "ddl+short_swa")]
 
 
 def rows_of(folder: Path, text: Path, count: int) -> list[Tensor]:

@@ -31,9 +31,7 @@ def convert(
     ] = None,
     preset: Annotated[
         str | None,
-        typer.Option(
-            help="Recommended options: RESIDUAL[+LOCAL_MIXER][-SIZE], see `transformer2 variants --presets`."
-        ),
+        typer.Option(help="Recommended options: RESIDUAL[+LOCAL_MIXER]-SIZE, see `transformer2 variants --presets`."),
     ] = None,
     settings: Annotated[
         list[str] | None,

@@ -149,6 +149,9 @@ def _show_costs(model: str, menu: dict[str, Any]) -> None:
     for axis, kinds in menu.items():
         for kind, entry in kinds.items():
             cost = entry["cost"]
+            if "not_applicable" in cost:
+                table.add_row(axis, kind, entry["source"] or "", "-", "-", "-", cost["not_applicable"])
+                continue
             cells = [f"{cost['extra_parameters']:,}", f"{cost['extra_flops_per_token']:,}"]
             share = f"{cost['extra_flops_share']:.2%}"
             exact = "bit for bit" if entry["bitwise"] else "up to rounding"

@@ -9,6 +9,7 @@ configurations of training runs are in `train/`.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -38,28 +39,39 @@ def preset(name: str, **overrides: Any) -> Transformer2Config:
 
     Raises ValueError, with the menu, for an unknown name.
     """
-    _, dash, size = name.rpartition("-")
+    variants = preset_variants(name)
+    fields = {key: value for key, value in _read("sizes", name.rpartition("-")[2]).items() if key != "about"}
+    return Transformer2Config(**{**fields, **variants, **overrides})
+
+
+def preset_variants(name: str) -> dict[str, dict[str, Any]]:
+    """The fields `residual` and `local_mixer` of RESIDUAL[+LOCAL_MIXER]-SIZE.
+
+    Raises ValueError, with the menu, for an unknown name.
+    """
+    axes, dash, size = name.rpartition("-")
     if not dash:
         raise ValueError(
             f"The preset {name!r} should read RESIDUAL-SIZE or RESIDUAL+LOCAL_MIXER-SIZE, such as ddl-135m; the sizes "
             f"are: {', '.join(names('sizes'))}."
         )
-    fields = {key: value for key, value in _read("sizes", size).items() if key != "about"}
-    return Transformer2Config(**{**fields, **preset_variants(name), **overrides})
-
-
-def preset_variants(name: str) -> dict[str, dict[str, Any]]:
-    """The fields `residual` and `local_mixer` of RESIDUAL[+LOCAL_MIXER][-SIZE].
-
-    Raises ValueError, with the menu, for an unknown name.
-    """
-    axes, dash, size = name.rpartition("-")
-    residual, _, local_mixer = (axes if dash else name).partition("+")
-    size = size if dash else None
+    _read("sizes", size)
+    residual, plus, local_mixer = axes.partition("+")
     return {
         "residual": variant("residual", residual, size),
-        "local_mixer": variant("local_mixer", local_mixer or "none", size),
+        "local_mixer": variant("local_mixer", local_mixer if plus else "none", size),
     }
+
+
+def nearest_size(config: Transformer2Config) -> str:
+    """The size whose width and depth are most like those of a model."""
+
+    def distance(size: str) -> float:
+        shape = _read("sizes", size)
+        fields = ("hidden_size", "num_hidden_layers")
+        return sum(abs(math.log(shape[field] / getattr(config, field))) for field in fields)
+
+    return min(names("sizes"), key=distance)
 
 
 def _read(part: str, name: str) -> dict[str, Any]:

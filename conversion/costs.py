@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from transformer2 import Transformer2Config, Transformer2Model
-from transformer2.configs import names, preset, variant
+from transformer2.configs import names, nearest_size, preset, variant
 from transformer2.conversion.checkpoints import read_json
 from transformer2.conversion.paths import plain_os_errors, user_path
 from transformer2.errors import UserError
@@ -88,12 +88,15 @@ def costs_of(model: str | Path) -> dict[tuple[str, str], dict[str, Any]]:
             options = variant(axis, kind, size)
             if "form" in options_of(axis, kind):
                 options["form"] = "identity"
-            table[axis, kind] = cost(config, **{axis: options})
+            try:
+                table[axis, kind] = cost(config, **{axis: options})
+            except ValueError as error:  # the model is too small for these options
+                table[axis, kind] = {"not_applicable": str(error)}
     return table
 
 
 @plain_os_errors()
-def _shape(model: str | Path) -> tuple[str | None, Transformer2Config]:
+def _shape(model: str | Path) -> tuple[str, Transformer2Config]:
     if str(model) in names("sizes"):
         return str(model), preset(f"standard-{model}")
     folder = user_path(model)
@@ -104,6 +107,7 @@ def _shape(model: str | Path) -> tuple[str | None, Transformer2Config]:
         raise UserError(f"{model} is neither a Llama nor a Transformer2, but {config.get('model_type')!r}.")
     fields = {key: value for key, value in config.items() if key in Transformer2Config.__annotations__}
     try:
-        return None, Transformer2Config(**{**fields, "residual": "standard", "local_mixer": "none"})
+        shape = Transformer2Config(**{**fields, "residual": "standard", "local_mixer": "none"})
+        return nearest_size(shape), shape
     except (ValueError, TypeError) as error:
         raise UserError(f"The config.json of {model} does not describe a model: {error}") from error

@@ -100,8 +100,8 @@ class DeepDeltaLearning(Residual):
             raise ValueError(
                 f"DDL's gate lies between 0 and 2, got beta_init={options['beta_init']}; 1 is the default."
             )
-        if not options["k_eps"] > 0:
-            raise ValueError(f"DDL needs k_eps > 0, got {options['k_eps']}; 1e-5 is the default.")
+        if not 1e-15 <= options["k_eps"] <= 1:
+            raise ValueError(f"DDL needs k_eps from 1e-15 to 1, got {options['k_eps']}; 1e-5 is the default.")
         if options["gate_hidden_size"] is not None and options["gate_hidden_size"] < 1:
             raise ValueError("DDL's gate_hidden_size must be a positive width, or null for a gate of one layer.")
         if form == "identity" and options["value"] == "sigmoid":

@@ -51,11 +51,11 @@ class DenseFormer(Residual):
         for name in ("dilation", "period"):
             if options[name] < 1:
                 raise ValueError(f"DenseFormer needs {name} >= 1, got {options[name]}; 1 averages everything.")
-        if options["period"] > config.num_hidden_layers:
-            raise ValueError(
-                f"DenseFormer averages every {options['period']} blocks, but the model has only "
-                f"{config.num_hidden_layers}: lower period."
-            )
+            if options[name] > config.num_hidden_layers:
+                raise ValueError(
+                    f"DenseFormer's {name} is {options[name]}, but the model has only {config.num_hidden_layers} "
+                    f"blocks: lower {name}."
+                )
 
     def read(self, stream: Stream, **tokens: Any) -> tuple[Tensor, Stream]:
         if self.site not in ("attn", "model"):

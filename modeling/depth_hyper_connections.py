@@ -75,6 +75,15 @@ class ParallelStreams(Residual):
         return (mean_of(streams) if self.site == "mlp" else mean, streams)
 
 
+def check_scale(name: str, option: str, value: float) -> None:
+    """Raise ValueError for a scale at which the dynamic part, zero at first, would stay so, or is absurd."""
+    if not 1e-6 <= abs(value) <= 1e3:
+        raise ValueError(
+            f"{name} scales dynamic weights that start at zero, so {option} must lie between 1e-6 and 1e3 (0 would "
+            f"keep them at zero for ever), got {value}; 0.01 is usual."
+        )
+
+
 def mean_of(streams: Tensor) -> Tensor:
     """[B, T, n, D] -> [B, T, D], exactly the stream where all are equal"""
     first = streams[..., 0, :]
@@ -116,6 +125,11 @@ class HyperConnections(ParallelStreams):
                 )
             else:
                 self.connection = Connection(num_streams, turn)
+
+    @classmethod
+    def check(cls, config, **options: Any) -> None:
+        super().check(config, **options)
+        check_scale("Hyper-Connections", "scale_start", options["scale_start"])
 
 
 class Connection(nn.Module):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .depth import Site
-from .depth_hyper_connections import ParallelStreams
+from .depth_hyper_connections import ParallelStreams, check_scale
 from .depth_sources import DepthWeights, inverse_rms
 from .layers import at_least_float32
 
@@ -81,6 +81,12 @@ class ManifoldHyperConnections(ParallelStreams):
             raise ValueError(f"mHC needs sinkhorn_iters from 1 to 1000, got {options['sinkhorn_iters']}; 20 is usual.")
         if not 0 <= options["sinkhorn_eps"] < 0.1:
             raise ValueError(f"mHC needs 0 <= sinkhorn_eps < 0.1, got {options['sinkhorn_eps']}.")
+        check_scale("mHC", "alpha_start", options["alpha_start"])
+        if options["form"] == "identity" and options["start"] == "symmetric":
+            raise ValueError(
+                "mHC's streams receive the same updates for ever from start=symmetric in the identity form: use "
+                "start=skew."
+            )
         if options["form"] == "identity" and options["sinkhorn_eps"] > 0:
             raise ValueError("mHC's identity form needs sinkhorn_eps=0: it is added to what sums to one.")
 

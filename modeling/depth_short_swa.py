@@ -64,10 +64,12 @@ class DepthShortSWA(Residual):
             )
         if options["num_heads"] < 1 or (options["head_dim"] is not None and options["head_dim"] < 1):
             raise ValueError("Depth-wise ShortSWA needs positive num_heads and head_dim.")
+        if max(options["num_heads"], options["head_dim"] or 0) > 2**16:
+            raise ValueError("Depth-wise ShortSWA's num_heads and head_dim must not exceed 65,536.")
 
     @classmethod
     def idle(cls, config, **options: Any) -> tuple[str, ...]:
-        if options["window"] == 1:
+        if options["window"] == 1 or config.num_hidden_layers == 1:
             return (r"residual\.mixture\.swa\.(query|key)\.",)  # a softmax over one state is a constant
         return () if options["share_weights"] else (r"layers\.0\.attn_residual\.mixture\.swa\.(query|key)\.",)
 

@@ -126,10 +126,10 @@ class QueryKeyLogits(nn.Module):
         count = len(states_and_scales) // 2
         states, scales = states_and_scales[:count], states_and_scales[count:]
         newest, dtype = states[-1], at_least_float32(states[-1].dtype)
-        probe = (newest @ self.query.to(newest.dtype).T) @ self.key.to(newest.dtype)
-        dots = [(probe * state).sum(-1, keepdim=True).to(dtype) for state in states]
-        common = scales[-1] / math.sqrt(len(self.query))
-        return torch.stack([dot * scale for dot, scale in zip(dots, scales, strict=True)]) * common
+        query = (newest @ self.query.to(newest.dtype).T) * (scales[-1] / math.sqrt(len(self.query)))
+        probe = query.to(newest.dtype) @ self.key.to(newest.dtype)
+        dots = [(probe * state).sum(-1, keepdim=True, dtype=dtype) for state in states]  # overflows float16
+        return torch.stack([dot * scale for dot, scale in zip(dots, scales, strict=True)])
 
     def reset_parameters(self) -> None:
         init.zeros_(self.query) if self.zero_query else init.normal_(self.query, std=self.std)

@@ -28,7 +28,7 @@ class LocalShortSWA(LocalMixer):
         model's rope scaling, which stretches long distances, does not apply.
     """
 
-    dormant = (r"\.local_layernorm\.", r"\.local_mixer.*\.swa\.(query|key|value)\.")
+    dormant = (r"\.local_layernorm\.", r"local_mixer.*\.swa\.(query|key|value)\.")
 
     def __init__(
         self,
@@ -65,6 +65,8 @@ class LocalShortSWA(LocalMixer):
         num_heads, num_kv_heads, head_dim = _heads(
             config, options["num_heads"], options["num_kv_heads"], options["head_dim"]
         )
+        if max(num_heads, num_kv_heads, head_dim) > 2**16:
+            raise ValueError("ShortSWA's num_heads, num_kv_heads and head_dim must not exceed 65,536.")
         if min(num_heads, num_kv_heads, head_dim) < 1 or num_heads % num_kv_heads:
             raise ValueError(
                 f"ShortSWA needs num_heads ({num_heads}) to be a positive multiple of num_kv_heads ({num_kv_heads}), "

@@ -62,6 +62,7 @@ LOCAL_MIXERS: dict[str, type[LocalMixer]] = {
     "short_swa": LocalShortSWA,
 }
 
+LARGEST = 2**53  # whole numbers beyond this are no options, and some are no floating-point numbers either
 AXES: dict[str, dict[str, type[nn.Module]]] = {"residual": RESIDUALS, "local_mixer": LOCAL_MIXERS}
 
 
@@ -85,7 +86,7 @@ def resolve(axis: str, value: str | dict[str, Any] | None, config) -> dict[str, 
     menu = AXES[axis]
     value = {"type": value} if isinstance(value, str) else dict(value or {})
     kind = value.pop("type", None)
-    if kind not in menu:
+    if not isinstance(kind, str) or kind not in menu:
         raise ValueError(f"Unknown {axis} type {kind!r}; choose one of: {', '.join(menu)}.")
     known = options_of(axis, kind)
     if unknown := [name for name in value if name not in known]:
@@ -163,8 +164,11 @@ def _fits(value: Any, annotation: Any) -> bool:
     if origin is list:
         return isinstance(value, list) and all(_fits(item, arguments[0]) for item in value)
     if annotation is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return isinstance(value, annotation) and not (annotation is int and isinstance(value, bool))
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number and (abs(value) < LARGEST if isinstance(value, int) else math.isfinite(value))
+    if annotation is int:
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST
+    return isinstance(value, annotation)
 
 
 def describe(annotation: Any) -> str:

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from transformer2 import RESIDUALS as RESIDUAL_MENU
 from transformer2 import Transformer2Config, Transformer2ForCausalLM
 from transformer2.conversion import convert, inspect_checkpoint, verify
 from transformer2.errors import UserError
@@ -90,6 +91,10 @@ def test_every_kind_of_llama(tmp_path, case):
         ("short_swa", {"type": "short_swa", "mask": "chunk", "window": 4, "rope": False}),
         *((RESIDUALS[name], "none") for name in IDENTITY_RESIDUALS if not name.startswith(("standard", "ddl"))),
         *(("standard", LOCAL_MIXERS[name]) for name in IDENTITY_MIXERS if name != "none"),
+        ("standard", {"type": "short_swa", "site": "attn"}),
+        ("standard", {"type": "short_swa", "site": "mlp"}),
+        ("standard", {"type": "short_conv", "site": "qkv"}),
+        ("standard", {"type": "short_conv", "site": "embedding", "gated": True}),
         ("dca", "short_swa"),
         ("mudd", "short_swa"),
         ("attn_res", "short_swa"),
@@ -104,6 +109,13 @@ def test_every_variant_starts_as_its_source(tmp_path, residual, local_mixer):
         choice = json.loads((output / "config.json").read_text())[axis]
         assert choice.get("form", "identity") == "identity"
         assert ("form" in choice) == (choice["type"] not in ("standard", "none"))
+
+
+@pytest.mark.parametrize("residual", [name for name in RESIDUAL_MENU if name != "standard"])
+def test_one_layer_is_enough(tmp_path, residual):
+    source, output = save_llama(tmp_path / "llama", num_hidden_layers=1), tmp_path / "out"
+    convert(source, output, residual=residual, local_mixer="canon" if residual not in ("dca", "mudd") else "none")
+    assert verify(source, output, "L3", fresh_process=False)["passed"]
 
 
 def test_index_and_types(tmp_path):

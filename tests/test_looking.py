@@ -51,6 +51,23 @@ def test_extra_parameters_follow_the_papers(kind):
     assert cost(config, kind)["extra_parameters"] == FORMULAS[kind](16, 2048)
 
 
+def test_costs_of_a_model_that_some_presets_do_not_fit(monkeypatch, capsys, tmp_path):
+    """Wide but of three layers, so the nearest size asks DenseFormer for averages every five blocks."""
+    config = Transformer2Config(**{**preset("standard-8b").to_dict(), "num_hidden_layers": 3, "residual": "standard"})
+    config.save_pretrained(tmp_path)
+    code, out, _ = command(monkeypatch, capsys, "variants", "--model", tmp_path, "--json")
+    assert code == 0
+    residuals = json.loads(out)["residual"]
+    assert "only 3 blocks" in residuals["denseformer"]["cost"]["not_applicable"]
+    assert residuals["attn_res"]["cost"]["extra_parameters"] == 2 * 4096 * 6
+    code, out, _ = command(monkeypatch, capsys, "variants", "--model", tmp_path)
+    assert code == 0
+    assert "only 3 blocks" in " ".join(out.split())
+    code, _, err = command(monkeypatch, capsys, "variants", "--model", tmp_path / "nowhere")
+    assert code == 2
+    assert "There is no folder" in err
+
+
 def test_operations_are_counted_right():
     """Against the usual count: two per weight and token, and two products of attention."""
     config = preset("standard-1b")
@@ -177,15 +194,19 @@ def test_convert_takes_a_preset(monkeypatch, capsys, tmp_path):
     source = checkpoint(tmp_path / "llama", None, dtype=torch.float32)
     out = tmp_path / "out"
     arguments = ("convert", source, out, "--verify", "L2")
-    code, _, err = command(monkeypatch, capsys, *arguments, "--preset", "dca+short_swa", "--set", "residual.window=1")
+    code, _, err = command(
+        monkeypatch, capsys, *arguments, "--preset", "dca+short_swa-tiny", "--set", "residual.window=1"
+    )
     assert code == 0, err
     config = Transformer2Config.from_pretrained(out)
     assert config.residual["window"] == 1
     assert config.residual["form"] == "identity"
-    assert config.local_mixer["window"] == variant("local_mixer", "short_swa")["window"]
-    code, _, err = command(monkeypatch, capsys, *arguments, "--overwrite", "--preset", "dca", "--residual", "mudd")
+    assert config.local_mixer["window"] == variant("local_mixer", "short_swa", "tiny")["window"]
+    code, _, err = command(
+        monkeypatch, capsys, *arguments, "--overwrite", "--preset", "dca-tiny", "--residual", "mudd"
+    )
     assert code == 2
     assert "leave --residual and --local-mixer out" in " ".join(err.replace("│", " ").split())
-    code, _, err = command(monkeypatch, capsys, *arguments, "--overwrite", "--preset", "dcb")
+    code, _, err = command(monkeypatch, capsys, *arguments, "--overwrite", "--preset", "dcb-tiny")
     assert code == 2
     assert "no residual preset 'dcb'" in " ".join(err.replace("│", " ").split())

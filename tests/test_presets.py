@@ -51,6 +51,7 @@ def test_deep_models_get_what_their_paper_advises():
     ("name", "sentence"),
     [
         ("mudd", "should read RESIDUAL-SIZE"),
+        ("ddl+-tiny", "no local_mixer preset ''"),
         ("mudd-7b", "no size preset '7b'; choose one of: 135m"),
         ("muddy-135m", "no residual preset 'muddy'; choose one of: "),
         ("../residual/mudd-135m", "no residual preset"),

@@ -14,7 +14,7 @@ from transformer2.compat import CACHE_FIELD
 SLOTTED = [("standard", "swa"), ("ddl_tc_ec", "none"), ("ddl_cc", "swa_chunk")]
 
 
-@pytest.mark.parametrize(("residual", "mixer"), [("ddl_cc", "none"), ("ddl_tc_ec", "swa"), ("depth_swa", "none")])
+@pytest.mark.parametrize(("residual", "mixer"), [("ddl_tc_ec", "swa"), ("depth_swa", "canon"), ("mudd", "none")])
 @pytest.mark.parametrize("on_disk", ["", "model.residual", "model.layers.1"])
 @torch.no_grad()
 def test_device_map(residual, mixer, on_disk, tmp_path):

@@ -47,7 +47,8 @@ def start_from_scratch(
     output = user_path(output)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Transformer2ForCausalLM(config).to(getattr(torch, dtype))
+        # Not `.to(dtype)`: gates and weights of residuals stay float32.
+        model = Transformer2ForCausalLM._from_config(config, dtype=getattr(torch, dtype))
     with partial_folder(output, overwrite=overwrite) as partial:
         model.save_pretrained(partial.path)
         for pattern in TOKENIZER_FILES:
