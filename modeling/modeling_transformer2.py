@@ -151,26 +151,28 @@ class Transformer2DecoderLayer(GradientCheckpointingLayer):
         tokens: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Stream:
-        tokens = {**(tokens or {}), "cache": cache, "block": self.attn_residual}
+        tokens = {**(tokens or {}), "cache": cache}
+        local = {name: value for name, value in tokens.items() if name != "model"}  # mixers get no foreign module
+        tokens["block"] = self.attn_residual
 
         # Local Mixing
         if self.local_mixer is not None:
             residual, stream = self.local_residual.read(stream, **tokens)
             hidden_states = self.local_layernorm(residual)
-            update = self.local_mixer(hidden_states, **tokens)
+            update = self.local_mixer(hidden_states, **local)
             stream = self.local_residual.write(stream, update, residual, hidden_states, **tokens)
 
         # Self Attention
         residual, stream = self.attn_residual.read(stream, **tokens)
         hidden_states = self.input_layernorm(residual, self.attn_residual.gain())
         if self.attn_local_mixer is not None:
-            hidden_states = self.attn_local_mixer.mix(hidden_states, **tokens)
+            hidden_states = self.attn_local_mixer.mix(hidden_states, **local)
         update, _ = self.self_attn(
             hidden_states,
             attention_mask=attention_mask,
             position_embeddings=position_embeddings,
             cache=cache,
-            tokens=tokens,
+            tokens=local,
             **kwargs,
         )
         stream = self.attn_residual.write(stream, update, residual, hidden_states, **tokens)
@@ -179,8 +181,8 @@ class Transformer2DecoderLayer(GradientCheckpointingLayer):
         residual, stream = self.mlp_residual.read(stream, **tokens)
         hidden_states = self.post_attention_layernorm(residual, self.mlp_residual.gain())
         if self.mlp_local_mixer is not None:
-            hidden_states = self.mlp_local_mixer.mix(hidden_states, **tokens)
-        update = self.mlp(hidden_states, tokens=tokens)
+            hidden_states = self.mlp_local_mixer.mix(hidden_states, **local)
+        update = self.mlp(hidden_states, tokens=local)
         return self.mlp_residual.write(stream, update, residual, hidden_states, **tokens)
 
 
@@ -295,11 +297,12 @@ class Transformer2Model(Transformer2PreTrainedModel):
         if not isinstance(masks, dict):
             masks = create_masks(self.config, inputs_embeds, attention_mask, cache, position_ids, seq_idx, **kwargs)
         tokens = {name: mask for name, mask in masks.items() if name != "full_attention"}
-        tokens.update(position_ids=position_ids, model=self.residual)
+        tokens["position_ids"] = position_ids
         position_embeddings = self.rotary_emb(inputs_embeds, position_ids=position_ids)
 
         if self.local_mixer is not None:
             inputs_embeds = self.local_mixer.mix(inputs_embeds, cache=cache, **tokens)
+        tokens["model"] = self.residual
         stream = self.residual.open(inputs_embeds, cache=cache, **tokens)
         for decoder_layer in self.layers[: self.config.num_hidden_layers]:
             stream = decoder_layer(

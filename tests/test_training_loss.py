@@ -40,7 +40,7 @@ def test_micro_batches_of_any_size_give_the_gradient_of_the_mean_over_all_tokens
     one, gradients_one = gradients(model, rows, 1)
     for size in (3, 8, 100):
         many, gradients_many = gradients(model, rows, size)
-        assert many == pytest.approx(one, rel=1e-12)
+        assert many == pytest.approx(one, rel=1e-6)  # the library computes losses in float32
         for name, gradient in gradients_one.items():
             torch.testing.assert_close(gradients_many[name], gradient, rtol=1e-6, atol=1e-12, msg=name)
 
