@@ -75,13 +75,13 @@ def convert(
         if result := getattr(failed, "report", None):
             show_checks(result)
             if as_json:
-                _print_json({"output": None, "verification": result})
+                print_json({"output": None, "verification": result})
         raise
     for warning in report["warnings"]:
         _say(f"Note: {warning}")
     show_checks(report["verification"])
     if as_json:
-        _print_json(report)
+        print_json(report)
         return
     print(
         f"{report['output']}: {report['base_parameters']:,} parameters of {report['source']['name']}, "
@@ -107,7 +107,7 @@ def verify(
     for note in result["notes"]:
         _say(f"Note: {note}")
     if as_json:
-        _print_json(result)
+        print_json(result)
     if not result["passed"]:
         raise CheckFailed(f"{output} does not hold up: {result['failures'][0]}")
     if not as_json:
@@ -166,7 +166,8 @@ def _say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def _print_json(value: Any) -> None:
+def print_json(value: Any) -> None:
+    """What `--json` prints."""
     print(json.dumps(value, indent=2, ensure_ascii=False))
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+from .conversion import AsJson, print_json
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -40,7 +40,7 @@ def inspect(
         if plot is not None:
             plot_depth(report["depth"], plot)
     if as_json:
-        print(json.dumps(report, indent=2, ensure_ascii=False))
+        print_json(report)
         return
     for axis in ("residual", "local_mixer"):
         options = dict(report[axis])
@@ -85,7 +85,7 @@ def variants(
         for (axis, kind), figures in costs_of(model).items():
             menu[axis][kind]["cost"] = figures
     if as_json:
-        print(json.dumps(menu, indent=2, ensure_ascii=False))
+        print_json(menu)
         return
     print("The defaults of `form` are those of a new model; `convert` takes form=identity unless told otherwise.\n")
     if model is not None:
@@ -165,7 +165,7 @@ def _show_presets(as_json: bool) -> None:
 
     menu = {part: names(part) for part in PARTS}
     if as_json:
-        print(json.dumps(menu, indent=2, ensure_ascii=False))
+        print_json(menu)
         return
     print("A preset is called RESIDUAL[+LOCAL_MIXER]-SIZE, such as ddl+short_swa-135m.\n")
     for part, entries in menu.items():

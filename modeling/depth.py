@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 Site = Literal["local", "attn", "mlp", "model"]
 Stream = tuple[Tensor, ...]
+IN_RESIDUALS = ("residual", "attn_residual", "mlp_residual")  # the modules that hold all parameters of a residual
 
 
 class Residual(nn.Module):

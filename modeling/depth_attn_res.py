@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .depth import Residual, Site, Stream
+from .depth import IN_RESIDUALS, Residual, Site, Stream
 from .depth_sources import DepthWeights, centred_softmax, inverse_rms, weighted_sum
 from .layers import at_least_float32
 from .sequence import has_local_sublayer
@@ -41,7 +41,7 @@ class AttentionResiduals(Residual):
     final_read: a last read before the final norm, which otherwise takes the running sum; None for what is published.
     """
 
-    keep_in_float32 = ("residual", "attn_residual", "mlp_residual")
+    keep_in_float32 = IN_RESIDUALS
     dormant = (r"residual\.mixture\.gain$",)
     adds = False  # delta: the average comes on top of the running sum
     published_final_read = True

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
-from .depth import Residual, Site, Stream
+from .depth import IN_RESIDUALS, Residual, Site, Stream
 from .depth_sources import DepthWeights
 from .layers import ZeroLinear, at_least_float32
 from .sequence import LeftContext, taps
@@ -46,7 +46,7 @@ class DeepDeltaLearning(Residual):
     gate_hidden_size: width of a tanh layer inside the gate, or None for the single linear layer.
     """
 
-    keep_in_float32 = ("residual", "attn_residual", "mlp_residual")
+    keep_in_float32 = IN_RESIDUALS
     dormant = (r"\.gate\.0\.",)
 
     def __init__(

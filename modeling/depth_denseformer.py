@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .depth import Residual, Site, Stream
+from .depth import IN_RESIDUALS, Residual, Site, Stream
 from .depth_sources import DepthWeights, weighted_sum
 
 
@@ -26,7 +26,7 @@ class DenseFormer(Residual):
     period: p, an average every so many blocks. The paper recommends 4 x 5 for speed; k = p mixes one residue only.
     """
 
-    keep_in_float32 = ("residual", "attn_residual", "mlp_residual")
+    keep_in_float32 = IN_RESIDUALS
 
     def __init__(
         self,

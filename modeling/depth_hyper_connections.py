@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
-from .depth import Residual, Site, Stream
+from .depth import IN_RESIDUALS, Residual, Site, Stream
 from .depth_sources import DepthWeights, inverse_rms
 from .layers import at_least_float32
 
@@ -33,7 +33,7 @@ class ParallelStreams(Residual):
     between, the weights follow. The local sublayer reads the mean and adds to all streams.
     """
 
-    keep_in_float32 = ("residual", "attn_residual", "mlp_residual")
+    keep_in_float32 = IN_RESIDUALS
 
     def __init__(self, config, layer_idx: int, site: Site, num_streams: int, reduce: str):
         super().__init__(config, layer_idx, site)

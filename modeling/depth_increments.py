@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .depth import Residual, Site, Stream
+from .depth import IN_RESIDUALS, Residual, Site, Stream
 from .sequence import has_local_sublayer
 
 
@@ -22,7 +22,7 @@ class BlockIncrements(Residual):
     A mixture takes (r, f_0, f_1, ...) and returns [B, T, D] or, for separate queries, keys and values, [3, B, T, D].
     """
 
-    keep_in_float32 = ("residual", "attn_residual", "mlp_residual")
+    keep_in_float32 = IN_RESIDUALS
     reads_running_state = True  # otherwise a local update, which is no source yet, is added to the mixture
 
     def __init__(self, config, layer_idx: int, site: Site):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .depth import Residual, Site, Stream
+from .depth import IN_RESIDUALS, Residual, Site, Stream
 from .depth_sources import DepthWeights, weighted_sum
 
 
@@ -29,7 +29,7 @@ class LAuReL(Residual):
     previous: PA, how many earlier states are added; 0 for none.
     """
 
-    keep_in_float32 = ("residual", "attn_residual", "mlp_residual")
+    keep_in_float32 = IN_RESIDUALS
     dormant = (r"_residual\.augment\.down$",)
 
     def __init__(

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .depth import Residual, Site, Stream
+from .depth import IN_RESIDUALS, Residual, Site, Stream
 from .depth_sources import DepthWeights, inverse_rms, weighted_sum
 from .layers import QKVGains, Transformer2RMSNorm, at_least_float32
 
@@ -37,7 +37,7 @@ class MUDDFormer(Residual):
     round64: K rounded up to a multiple of 64, exact multiples as well (in the authors' code).
     """
 
-    keep_in_float32 = ("residual", "attn_residual", "mlp_residual")
+    keep_in_float32 = IN_RESIDUALS
     dormant = (r"residual\.mixture\.(w1|post_norm)$", r"residual\.mixture\.pre_norm\.weight$")
 
     def __init__(

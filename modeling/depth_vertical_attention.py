@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .depth import Residual, Site, Stream
+from .depth import IN_RESIDUALS, Residual, Site, Stream
 from .depth_sources import DepthWeights, centred_softmax, inverse_rms, weighted_sum
 from .layers import at_least_float32
 
@@ -33,7 +33,7 @@ class VerticalAttention(Residual):
     key_dim: d_k of the queries and keys.
     """
 
-    keep_in_float32 = ("residual", "attn_residual", "mlp_residual")
+    keep_in_float32 = IN_RESIDUALS
     dormant = (r"residual\.mixture\.logits\.key$",)
 
     def __init__(
