@@ -3,6 +3,7 @@
 import json
 import re
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -27,7 +28,6 @@ def test_a_text_file_is_one_document_unless_a_separator_is_given(tmp_path):
 
 
 def test_jsonl_parquet_and_data_set_folders_give_the_same_documents(tmp_path, monkeypatch):
-    datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     expected = ["naïve text", "second"]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"body": text, "n": 1}) for text in [*expected, ""]))
@@ -77,7 +77,6 @@ ODD_TABLES = {
 
 @pytest.mark.parametrize("content", ODD_TABLES, ids=range(len(ODD_TABLES)))
 def test_odd_tables(tmp_path, monkeypatch, capfd, content):
-    datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "odd.jsonl").write_bytes(content)
     expected = ODD_TABLES[content]
@@ -92,7 +91,6 @@ def test_odd_tables(tmp_path, monkeypatch, capfd, content):
 
 
 def test_odd_parquet_files_and_places(tmp_path):
-    datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"body": ["a"]}).to_parquet(tmp_path / "other.parquet")
     (tmp_path / "empty.parquet").touch()
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 and so on")
@@ -114,7 +112,6 @@ def test_odd_parquet_files_and_places(tmp_path):
 def test_text_with_a_byte_order_mark_and_folders_of_text(tmp_path, monkeypatch):
     (tmp_path / "bom.txt").write_bytes(b"\xef\xbb\xbfhello")
     assert read_documents(tmp_path / "bom.txt") == ["hello"]
-    datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "folder").mkdir()
     for name, text in {"a.txt": "one\n\nmore", "b.txt": "two\nlines"}.items():
