@@ -5,11 +5,16 @@ and deny their length, and batch operations and offloading treat the extra state
 right; `repair` puts them into a cache in place of the library's, without registering anything.
 """
 
+import copy
 from collections.abc import Callable
 
 from torch import Tensor
 from transformers import cache_utils as library
 from transformers.cache_utils import Cache
+
+from .masks import attention_type
+
+QUANTIZED = getattr(library, "BaseQuantizedLayer", library.QuantizedLayer)  # 5.24 or older
 
 
 class _Repaired:
@@ -58,6 +63,13 @@ class DynamicHybridLayer(_Repaired, library.LinearAttentionAndFullAttentionLayer
     attention = library.DynamicLayer
 
 
+class DynamicSlidingHybridLayer(_Repaired, library.LinearAttentionAndSlidingWindowAttentionLayer):
+    attention = library.DynamicSlidingWindowLayer
+
+    def get_max_length(self) -> int:
+        return self.sliding_window
+
+
 class StaticHybridLayer(_Repaired, library.LinearAttentionAndStaticFullAttentionLayer):
     attention = library.StaticLayer
     supports_early_init = True
@@ -66,11 +78,59 @@ class StaticHybridLayer(_Repaired, library.LinearAttentionAndStaticFullAttention
         return self.max_cache_len
 
 
+class StaticSlidingHybridLayer(_Repaired, library.LinearAttentionAndStaticSlidingWindowAttentionLayer):
+    attention = library.StaticSlidingWindowLayer
+    supports_early_init = True
+
+    def get_max_length(self) -> int:
+        return self.max_cache_len
+
+    @property
+    def is_croppable(self) -> bool:
+        """Tokens that have left the window cannot be brought back."""
+        return self._is_croppable and any(self.is_conv_states_initialized.values())
+
+
+class QuantizedHybridLayer(DynamicHybridLayer):
+    """The states of local operators as they are, around a layer of the library that quantises keys and values."""
+
+    is_croppable = False
+
+    def __init__(self, quantized: library.CacheLayerMixin, number_of_states: int):
+        super().__init__(number_of_states=number_of_states)
+        self.quantized = quantized
+
+    def update(self, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        self.is_initialized = True
+        return self.quantized.update(*args, **kwargs)
+
+    def get_seq_length(self) -> int:
+        return self.quantized.get_seq_length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.quantized.get_mask_sizes(query_length)
+
+    def reset(self) -> None:
+        library.LinearAttentionLayer.reset(self)
+        self.quantized.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        library.LinearAttentionLayer.reorder_cache(self, beam_idx)
+        self.quantized.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise NotImplementedError("A quantised cache cannot be repeated: use cache_implementation='dynamic'.")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        raise NotImplementedError("Rows of a quantised cache cannot be selected: use cache_implementation='dynamic'.")
+
+
 def repair(cache: Cache | None, config) -> None:
     """Make `cache` fit a model of this configuration, in place.
 
     Unused hybrid layers are replaced by the repaired ones, and a `DynamicCache()` that was made without a
-    configuration gets the layers that this model needs. Layers that already hold data are left alone.
+    configuration, or a `QuantizedCache`, gets the layers that this model needs. Layers that already hold data are left
+    alone.
     """
     if not isinstance(cache, Cache) or config.number_of_conv_states == 0:
         return
@@ -79,12 +139,32 @@ def repair(cache: Cache | None, config) -> None:
     for index, layer in enumerate(cache.layers):
         if getattr(layer, "is_initialized", False):
             continue
-        if type(layer) is library.LinearAttentionAndFullAttentionLayer:
-            repaired = DynamicHybridLayer(number_of_states=layer.number_of_states)
-        elif type(layer) is library.LinearAttentionAndStaticFullAttentionLayer:
-            repaired = StaticHybridLayer(max_cache_len=layer.max_cache_len, number_of_states=layer.number_of_states)
-        else:
-            continue
-        if layer.record_past:
+        repaired = _repaired(layer, config, index)
+        if repaired is not layer and getattr(layer, "record_past", False):
             repaired.activate_past_recording()
         cache.layers[index] = repaired
+
+
+def _repaired(layer: library.CacheLayerMixin, config, layer_idx: int) -> library.CacheLayerMixin:
+    """What takes the place of an unused layer of the library."""
+    if type(layer) is library.LinearAttentionAndFullAttentionLayer:
+        return DynamicHybridLayer(number_of_states=layer.number_of_states)
+    if type(layer) is library.LinearAttentionAndSlidingWindowAttentionLayer:
+        return DynamicSlidingHybridLayer(layer.sliding_window, number_of_states=layer.number_of_states)
+    if type(layer) is library.LinearAttentionAndStaticFullAttentionLayer:
+        return StaticHybridLayer(layer.max_cache_len, number_of_states=layer.number_of_states)
+    if type(layer) is library.LinearAttentionAndStaticSlidingWindowAttentionLayer:
+        # The library keeps the smaller of window and capacity, and whether it was the capacity.
+        repaired = StaticSlidingHybridLayer(layer.max_cache_len, layer.max_cache_len, layer.number_of_states)
+        repaired._is_croppable = layer._is_croppable
+        return repaired
+    if isinstance(layer, QUANTIZED) and config.layer_types[layer_idx] == "hybrid":
+        return QuantizedHybridLayer(layer, config.number_of_conv_states)
+    return layer
+
+
+def without_states(config):
+    """The configuration as seen by a cache that knows keys and values only."""
+    plain = copy.copy(config)
+    plain.layer_types = [attention_type(config, layer_idx) for layer_idx in range(config.num_hidden_layers)]
+    return plain

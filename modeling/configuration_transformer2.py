@@ -7,11 +7,27 @@ from transformers.modeling_rope_utils import RopeParameters
 
 from .variants import cache_slots, check_together, resolve
 
+# For full and for sliding attention: without and with states besides keys and values.
+LAYER_TYPES = {False: ("full_attention", "hybrid"), True: ("sliding_attention", "hybrid_sliding")}
+
 
 @strict
 class Transformer2Config(PreTrainedConfig):
     """
-    Configuration of a Transformer2 model. All fields of a Llama configuration mean what they mean there.
+    Configuration of a Transformer2 model. All fields of a Llama configuration mean what they mean there; the next five
+    admit Llama's relatives (Mistral, Qwen2, Qwen3, SmolLM3).
+
+    attention_output_bias (`bool`, defaults to that of `attention_bias`):
+        Whether attention's output projection has a bias, where that differs from queries, keys and values.
+    qk_norm (`bool`, defaults to `False`):
+        Whether the queries and keys of each head are normalised before they are rotated.
+    nope_layers (`list[int]`, *optional*):
+        The layers whose attention does not rotate by position.
+    sliding_window (`int`, *optional*):
+        How many tokens the layers of sliding global attention see, themselves included.
+    layer_types (`list[str]`, *optional*):
+        "full_attention" or "sliding_attention" for each layer; by default all slide where `sliding_window` is set.
+        Stored as "hybrid" or "hybrid_sliding" for layers whose row of the cache holds states besides keys and values.
 
     residual (`str` or `dict`, defaults to `"standard"`):
         How sublayers share the residual stream, e.g. `{"type": "ddl", "value_channels": 4}`; a bare string stands for
@@ -60,6 +76,10 @@ class Transformer2Config(PreTrainedConfig):
     attention_bias: bool = False
     attention_dropout: int | float | None = 0.0
     mlp_bias: bool = False
+    attention_output_bias: bool | None = None
+    qk_norm: bool = False
+    nope_layers: list[int] | None = None
+    sliding_window: int | None = None
     residual: str | dict[str, Any] | None = None
     local_mixer: str | dict[str, Any] | None = None
     layer_types: list[str] | None = None
@@ -70,6 +90,8 @@ class Transformer2Config(PreTrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
+        if self.attention_output_bias is None:
+            self.attention_output_bias = self.attention_bias
         self._resolve_variants()
         super().__post_init__(**kwargs)
 
@@ -87,5 +109,24 @@ class Transformer2Config(PreTrainedConfig):
         check_together(self)
         slots = cache_slots(self)
         self.number_of_conv_states = max(slots, default=0)
-        # A "hybrid" layer holds states besides keys and values.
-        self.layer_types = ["hybrid" if count else "full_attention" for count in slots]
+        slides = self._slides()
+        self.layer_types = [LAYER_TYPES[slide][count > 0] for slide, count in zip(slides, slots, strict=True)]
+
+    def _slides(self) -> list[bool]:
+        """Whether the global attention of each layer slides. Raises ValueError for fields that do not fit together."""
+        depth, types = self.num_hidden_layers, self.layer_types
+        if types is None:
+            types = ["full_attention" if self.sliding_window is None else "sliding_attention"] * depth
+        if len(set(types)) == 1:
+            types = types[:1] * depth
+        known = [name for names in LAYER_TYPES.values() for name in names]
+        if unknown := [name for name in types if name not in known]:
+            raise ValueError(f"layer_types may hold full_attention and sliding_attention, got {unknown[0]!r}.")
+        if len(types) < depth:
+            raise ValueError(f"layer_types has {len(types)} entries for {depth} layers: give one for each.")
+        slides = [name in LAYER_TYPES[True] for name in types[:depth]]
+        if any(slides) and (self.sliding_window is None or self.sliding_window < 1):
+            raise ValueError(f"Sliding attention needs a sliding_window of at least 1, got {self.sliding_window}.")
+        if outside := [layer for layer in self.nope_layers or () if not 0 <= layer < depth]:
+            raise ValueError(f"nope_layers must be between 0 and {depth - 1}, got {outside[0]}.")
+        return slides

@@ -104,7 +104,8 @@ class Transformer2MLP(nn.Module):
         """[B, T, D] -> [B, T, D]; `tokens` is what a local mixer needs to know about them"""
         gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
         if self.local_mixer is not None:
-            gate, up = self.local_mixer.mix(torch.cat((gate, up), dim=-1), **(tokens or {})).chunk(2, dim=-1)
+            halves = self.local_mixer.mix(torch.cat((gate, up), dim=-1), **(tokens or {})).chunk(2, dim=-1)
+            gate, up = (half.contiguous() for half in halves)  # kernels round by the layout of their inputs
         return self.down_proj(self.act_fn(gate) * up)
 
 

@@ -9,9 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, StaticCache
-from transformers.masking_utils import create_causal_mask, find_packed_sequence_indices, packed_sequence_mask_function
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+    find_packed_sequence_indices,
+    packed_sequence_mask_function,
+)
 
 from .compat import cache_argument
+
+CREATE = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+
+
+def attention_type(config, layer_idx: int) -> str:
+    """Whether the global attention of a layer is "full_attention" or "sliding_attention"."""
+    return "sliding_attention" if "sliding" in config.layer_types[layer_idx] else "full_attention"
 
 
 def create_masks(
@@ -25,7 +37,8 @@ def create_masks(
 ) -> dict[str, Tensor | None]:
     """The masks of one forward pass over T tokens.
 
-    full_attention: causal mask of global attention, in the format of the attention backend.
+    full_attention, sliding_attention: causal mask of the layers with such global attention, if there are any, in the
+        format of the attention backend.
     token_mask [B, T]: false for padding; None without padding.
     token_index [B, T]: how many tokens of its sequence (or packed document) precede each token.
     seq_idx [B, T]: the packed document that each token belongs to; None without packing, and with a cache.
@@ -61,18 +74,23 @@ def create_masks(
     # A static cache that records its past does not count as compileable, so the library would let one query attend to
     # slots that nothing was written to.
     skip = not (length == 1 and isinstance(cache, StaticCache))
-    full_attention = create_causal_mask(
-        config=config,
-        inputs_embeds=inputs_embeds,
-        attention_mask=attention_mask,
-        position_ids=position_ids if seq_idx is None else None,
-        layer_idx=0,
-        and_mask_function=same_document,
-        allow_is_causal_skip=skip,
-        **cache_argument(cache),
-    )
+    types = [attention_type(config, layer_idx) for layer_idx in range(config.num_hidden_layers)]
+    attention_masks = {
+        kind: create(
+            config=config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids if seq_idx is None else None,
+            layer_idx=types.index(kind),
+            and_mask_function=same_document,
+            allow_is_causal_skip=skip,
+            **cache_argument(cache),
+        )
+        for kind, create in CREATE.items()
+        if kind in types
+    }
     return {
-        "full_attention": full_attention,
+        **attention_masks,
         "token_mask": token_mask,
         "token_index": token_index,
         "seq_idx": seq_idx,

@@ -1,5 +1,6 @@
 """Transformer2: Llama, with the residual connections and the local mixing left open."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers.utils import can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .caches import repair
+from .caches import repair, without_states
 from .compat import CACHE_FIELD, cache_field, takes_either_cache_name
 from .configuration_transformer2 import Transformer2Config
 from .depth import Stream
@@ -32,7 +33,7 @@ from .layers import (
     apply_rotary,
     at_least_float32,
 )
-from .masks import create_masks, is_right_padded
+from .masks import attention_type, create_masks, is_right_padded
 from .outputs import Transformer2CausalLMOutput, Transformer2ModelOutput
 from .sequence import LeftContext
 from .variants import build_local_mixer, build_residual
@@ -62,7 +63,7 @@ def eager_attention_forward(
 
 
 class Transformer2Attention(nn.Module):
-    """Global causal attention with rotary positions and grouped queries, as in Llama."""
+    """Global causal attention with rotary positions and grouped queries, as in Llama and its relatives."""
 
     def __init__(self, config: Transformer2Config, layer_idx: int):
         super().__init__()
@@ -72,11 +73,16 @@ class Transformer2Attention(nn.Module):
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
+        self.layer_type = attention_type(config, layer_idx)
+        self.sliding_window = config.sliding_window if self.layer_type == "sliding_attention" else None
+        self.rotates = layer_idx not in (config.nope_layers or ())
         q_size, kv_size = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
-        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_output_bias)
+        self.q_norm = Transformer2RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = Transformer2RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
         self.local_mixer = build_local_mixer(config, layer_idx, "qkv")
 
     def forward(
@@ -91,18 +97,26 @@ class Transformer2Attention(nn.Module):
         """[B, T, D] (or [3, B, T, D]: one input each for queries, keys and values) -> [B, T, D] and the weights"""
         q_input, k_input, v_input = hidden_states if hidden_states.dim() == 4 else (hidden_states,) * 3
         projected = self.q_proj(q_input), self.k_proj(k_input), self.v_proj(v_input)
+        if self.q_norm is not None:
+            heads = self.q_norm, self.k_norm
+            normed = (
+                n(x.unflatten(-1, (-1, self.head_dim))).flatten(-2) for n, x in zip(heads, projected[:2], strict=True)
+            )
+            projected = (*normed, projected[2])
         if self.local_mixer is not None:
             mixed = self.local_mixer.mix(torch.cat(projected, dim=-1), **(tokens or {}))
-            projected = mixed.split([part.shape[-1] for part in projected], dim=-1)
+            parts = mixed.split([part.shape[-1] for part in projected], dim=-1)
+            projected = [part.contiguous() for part in parts]  # kernels round by the layout of their inputs
         input_shape = q_input.shape[:-1]
         hidden_shape = (*input_shape, -1, self.head_dim)
         query_states, key_states, value_states = (part.reshape(hidden_shape).transpose(1, 2) for part in projected)
 
-        cos, sin = position_embeddings
-        query_states, key_states = apply_rotary(query_states, cos, sin), apply_rotary(key_states, cos, sin)
+        if self.rotates:
+            cos, sin = position_embeddings
+            query_states, key_states = apply_rotary(query_states, cos, sin), apply_rotary(key_states, cos, sin)
 
-        if cache is not None:
-            key_states, value_states = cache.update(key_states, value_states, self.layer_idx)
+        if cache is not None:  # a paged cache changes `kwargs`
+            key_states, value_states = cache.update(key_states, value_states, self.layer_idx, kwargs=kwargs)
 
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
@@ -115,6 +129,7 @@ class Transformer2Attention(nn.Module):
             attention_mask,
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
+            sliding_window=self.sliding_window,
             **kwargs,
         )
         return self.o_proj(attn_output.reshape(*input_shape, -1).contiguous()), attn_weights
@@ -296,7 +311,7 @@ class Transformer2Model(Transformer2PreTrainedModel):
         masks = attention_mask
         if not isinstance(masks, dict):
             masks = create_masks(self.config, inputs_embeds, attention_mask, cache, position_ids, seq_idx, **kwargs)
-        tokens = {name: mask for name, mask in masks.items() if name != "full_attention"}
+        tokens = {name: mask for name, mask in masks.items() if not name.endswith("_attention")}
         tokens["position_ids"] = position_ids
         position_embeddings = self.rotary_emb(inputs_embeds, position_ids=position_ids)
 
@@ -307,7 +322,7 @@ class Transformer2Model(Transformer2PreTrainedModel):
         for decoder_layer in self.layers[: self.config.num_hidden_layers]:
             stream = decoder_layer(
                 *stream,
-                attention_mask=masks["full_attention"],
+                attention_mask=masks[decoder_layer.self_attn.layer_type],
                 position_embeddings=position_embeddings,
                 cache=cache,
                 tokens=tokens,
@@ -384,6 +399,10 @@ class Transformer2ForCausalLM(Transformer2PreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ):
+        if generation_config.cache_implementation == "quantized":  # the library's refuses layers with other states
+            options = {"config": without_states(self.config), **(generation_config.cache_config or {})}
+            generation_config = copy.copy(generation_config)
+            generation_config.cache_config = options
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         repair(model_kwargs.get(CACHE_FIELD), self.config)
 

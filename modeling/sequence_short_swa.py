@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .layers import apply_rotary, rope_frequencies, rotations
 from .sequence import LeftContext, LocalMixer, Place, width_of
@@ -17,6 +18,9 @@ from .short_swa import ShortSWA, windowed_attention
 
 class LocalShortSWA(LocalMixer):
     """ShortSWA (arXiv 2603.16039): attention over the last few tokens, a sublayer of its own before global attention.
+
+    `windowed_attention` computes it. Flash attention does, if the model uses that, where nothing but padding has to be
+    masked: without a cache, packed rows and chunks.
 
     form: "paper" (all projections random) or "identity" (zero output projection, for pretrained models).
     site: "layer", a sublayer with its own norm; or added to the normalised input of attention ("attn") or the MLP
@@ -46,6 +50,7 @@ class LocalShortSWA(LocalMixer):
         rope: bool = True,
     ):
         super().__init__(config, layer_idx, place)
+        self.config, self.is_causal = config, True  # flash attention asks for them
         num_heads, num_kv_heads, head_dim = _heads(config, num_heads, num_kv_heads, head_dim)
         self.window, self.chunked, self.rope = window, mask == "chunk", rope
         self.rope_theta = config.rope_parameters["rope_theta"]
@@ -99,6 +104,19 @@ class LocalShortSWA(LocalMixer):
             cos, sin = rotations(position_ids, rope_frequencies(swa.head_dim, self.rope_theta, x.device))
             cos, sin = cos.to(x.dtype), sin.to(x.dtype)
             query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
+
+        backend = self.config._attn_implementation or ""
+        if "flash" in backend and not self.chunked and seq_idx is None and tokens.get("cache") is None:
+            mixed, _ = ALL_ATTENTION_FUNCTIONS[backend](
+                self,
+                query,
+                key,
+                swa.split(value),
+                token_mask,
+                scaling=swa.head_dim**-0.5,
+                sliding_window=self.window,
+            )
+            return swa.output(mixed.flatten(-2))
 
         # Keys, values and a channel of ones travel through the cache together: a zero there is a token that is not.
         key = key.transpose(1, 2).flatten(-2)
