@@ -406,6 +406,15 @@ class Transformer2ForCausalLM(Transformer2PreTrainedModel, GenerationMixin):
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         repair(model_kwargs.get(CACHE_FIELD), self.config)
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any):
+        """As in the library. Raises ValueError where the cache would have to hold more than keys and values."""
+        if self.config.number_of_conv_states:
+            raise ValueError(
+                "Continuous batching keeps keys and values only, but the local mixer or residual of this model has "
+                "states of its own: use generate."
+            )
+        return super().init_continuous_batching(*args, **kwargs)
+
 
 # The generic heads bring their forward passes. They would build the decoder through AutoModel, which asks for trust
 # once more when this file itself is remote code, so the parts are built here.
