@@ -170,6 +170,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/depth"))
     options = parser.parse_args()
     torch.set_num_threads(1)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     names = options.only or list(VARIANTS)
     figures: dict[str, dict[str, float]] = {"standard": {}}
     for name in tqdm(["standard", *names], disable=None):
@@ -186,10 +187,9 @@ def main() -> None:
         row["activations per layer"] = slope(residual, False)
         row["the same, checkpointed"] = slope(residual, True)
         gc.collect()
+        options.out.with_suffix(".json").write_text(json.dumps(figures, indent=2))  # a long run can be read early
+        options.out.with_suffix(".md").write_text(table(figures) + "\n")
     print(table(figures))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.with_suffix(".json").write_text(json.dumps(figures, indent=2))
-    options.out.with_suffix(".md").write_text(table(figures) + "\n")
     plot(figures, options.out.with_suffix(".png"))
     print(f"Written: {options.out}.json, .md and .png")
 

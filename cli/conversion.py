@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+PLAIN = {"residual": "standard", "local_mixer": "none"}
 LEVEL_NAMES = {"L0": "structure", "L1": "bytes", "L2": "logits", "L3": "gradients"}
 Level = Annotated[
     str, typer.Option(help="L0 structure, L1 bytes, L2 logits, L3 gradients; each includes those before it.")
@@ -21,13 +22,16 @@ def add_commands(app: typer.Typer) -> None:
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help="A Llama: a folder, a model on the Hub, or a .gguf file.")],
+    source: Annotated[
+        str, typer.Argument(help="A Llama or a relative: a folder, a model on the Hub, or a .gguf file.")
+    ],
     output: Annotated[str, typer.Argument(help="The folder to make.")],
     residual: Annotated[
-        str | None, typer.Option(help="Residual connection, see `transformer2 variants`.", show_default="standard")
+        str | None,
+        typer.Option(help="Residual connection, see `transformer2 variants`.", show_default="the source's"),
     ] = None,
     local_mixer: Annotated[
-        str | None, typer.Option(help="Local mixer, see `transformer2 variants`.", show_default="none")
+        str | None, typer.Option(help="Local mixer, see `transformer2 variants`.", show_default="the source's")
     ] = None,
     preset: Annotated[
         str | None,
@@ -52,7 +56,7 @@ def convert(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a pretrained Llama, unchanged in what it computes, and prove it."""
+    """Convert a pretrained Llama (or Mistral, Qwen2, Qwen3, SmolLM3), unchanged in what it computes, and prove it."""
     choices = parse_settings(residual, local_mixer, settings or [], preset)
     from transformer2 import conversion
     from transformer2.errors import CheckFailed
@@ -116,8 +120,8 @@ def verify(
 
 def parse_settings(
     residual: str | None, local_mixer: str | None, settings: list[str], preset: str | None = None
-) -> dict[str, dict[str, Any]]:
-    """The two axes as dictionaries, from their types or a preset, and `axis.key=value` strings.
+) -> dict[str, dict[str, Any] | None]:
+    """The two axes as dictionaries, from their types or a preset, and `axis.key=value` strings; None if not chosen.
 
     Raises typer.BadParameter.
     """
@@ -131,7 +135,8 @@ def parse_settings(
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--preset") from error
     else:
-        choices = {"residual": {"type": residual or "standard"}, "local_mixer": {"type": local_mixer or "none"}}
+        named = {"residual": residual, "local_mixer": local_mixer}
+        choices = {axis: {"type": name} if name else None for axis, name in named.items()}
     for setting in settings:
         target, equals, value = setting.partition("=")
         axis, dot, key = target.strip().partition(".")
@@ -140,6 +145,7 @@ def parse_settings(
             raise typer.BadParameter(
                 f"{setting!r} should read residual.KEY=VALUE or local_mixer.KEY=VALUE.", param_hint="--set"
             )
+        choices[axis] = choices[axis] or {"type": PLAIN[axis]}
         choices[axis][key] = parse_value(value.strip())
     return choices
 

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import flop_registry
 from transformer2 import Transformer2Config, Transformer2Model
 from transformer2.configs import names, nearest_size, preset, variant
 from transformer2.conversion.checkpoints import read_json
+from transformer2.conversion.families import backbone_fields, read_config
 from transformer2.conversion.paths import plain_os_errors, user_path
 from transformer2.errors import UserError
 from transformer2.variants import AXES, options_of
@@ -102,10 +103,8 @@ def _shape(model: str | Path) -> tuple[str, Transformer2Config]:
     folder = user_path(model)
     if not folder.is_dir():
         raise UserError(f"There is no folder {model}, nor a size of that name; sizes: {', '.join(names('sizes'))}.")
-    config = read_json(folder / "config.json")
-    if config.get("model_type") not in ("llama", "transformer2"):
-        raise UserError(f"{model} is neither a Llama nor a Transformer2, but {config.get('model_type')!r}.")
-    fields = {key: value for key, value in config.items() if key in Transformer2Config.__annotations__}
+    fields = backbone_fields(read_config(read_json(folder / "config.json")))
+    fields = {key: value for key, value in fields.items() if key in Transformer2Config.__annotations__}
     try:
         shape = Transformer2Config(**{**fields, "residual": "standard", "local_mixer": "none"})
         return nearest_size(shape), shape

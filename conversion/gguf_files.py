@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from transformer2.conversion.checkpoints import file_sha256, read_json
+from transformer2.conversion.families import FAMILIES, one_line
 from transformer2.conversion.files import readable_as_usual, require_space, write_json
-from transformer2.conversion.llama_sources import one_line
 from transformer2.conversion.paths import parents_for, plain_os_errors
 from transformer2.conversion.publishing import partial_folder, publish
 from transformer2.errors import MachineError, UserError
@@ -32,8 +32,10 @@ def dequantise(gguf_file: Path, output: Path) -> tuple[Path, dict[str, Any]]:
         }
     except (ValueError, IndexError, KeyError, OSError) as error:
         raise UserError(f"{gguf_file} is no readable GGUF file ({error}); download it again.") from None
-    if (architecture := metadata.get("general.architecture")) != "llama":
-        raise UserError(f"Only Llama models can be converted so far, and {gguf_file.name} says {architecture!r}.")
+    if (architecture := metadata.get("general.architecture")) not in FAMILIES:
+        raise UserError(
+            f"{gguf_file.name} says {architecture!r}, and only these can be converted: {', '.join(FAMILIES)}."
+        )
     num_elements = sum(int(tensor.n_elements) for tensor in reader.tensors)
     del reader
 

@@ -1,32 +1,31 @@
-"""Is this checkpoint a plain, complete Llama? Decided by its config and its tensors' shapes, never by its name."""
+"""Is this checkpoint a complete Llama or relative of one? Its config and shapes decide, never its name."""
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from transformer2.conversion.checkpoints import DTYPES, Checkpoint
+from transformer2.conversion.families import class_named, family_of, one_line, read_config
 from transformer2.errors import UserError
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-PLANNED = ("mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "smollm3")
 
 
 @dataclass(frozen=True)
 class LlamaSource:
-    """A checked Llama: `config` is the library's own reading of config.json, with the truth about tied embeddings."""
+    """A checked source: `config` is its own class's reading of config.json, with the truth about tied embeddings."""
 
     checkpoint: Checkpoint
-    config: Any  # LlamaConfig
+    config: Any  # LlamaConfig, MistralConfig, ...
     dtype: torch.dtype
     notes: tuple[str, ...]
 
 
 def check_llama(checkpoint: Checkpoint, assume_tied: bool = False) -> LlamaSource:
-    """Raise UserError, naming cause and remedy, unless `checkpoint` is a complete LlamaForCausalLM in a float type."""
+    """Raise UserError, with cause and remedy, unless `checkpoint` is a complete model of a known family, in floats."""
     _check_family(checkpoint.config)
-    config = _llama_config(checkpoint.config)
+    config = read_config(checkpoint.config)
     notes: list[str] = []
     config.tie_word_embeddings = _truly_tied(checkpoint, config.tie_word_embeddings, assume_tied, notes)
     _check_tensors(checkpoint, config, notes)
@@ -34,31 +33,16 @@ def check_llama(checkpoint: Checkpoint, assume_tied: bool = False) -> LlamaSourc
 
 
 def _check_family(config: dict[str, Any]) -> None:
-    model_type, architectures = config.get("model_type"), config.get("architectures") or []
-    if model_type == "transformer2":
-        raise UserError("The source already is a Transformer2 checkpoint; give the Llama that it was made from.")
-    if model_type != "llama":
-        planned = " (planned)" if model_type in PLANNED else ""
-        raise UserError(f"Only Llama models can be converted so far, and config.json says {model_type!r}{planned}.")
-    if architectures and "LlamaForCausalLM" not in architectures:
-        raise UserError(f"Only LlamaForCausalLM can be converted so far, and config.json says {architectures[0]}.")
+    family_of(config)
     if config.get("quantization_config") or config.get("compression_config"):
         raise UserError("The source is quantised; convert the original half-precision checkpoint instead.")
-    if any(name.startswith("AutoModel") for name in config.get("auto_map") or {}):
+    if config["model_type"] != "transformer2" and any(
+        name.startswith("AutoModel") for name in config.get("auto_map") or {}
+    ):
         raise UserError(
             "The source brings model code of its own (auto_map in config.json), which a conversion would lose; remove "
-            "auto_map if the stock Llama code runs it correctly."
+            "auto_map if the stock code of its model_type runs it correctly."
         )
-
-
-def _llama_config(config: dict[str, Any]) -> Any:
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import LlamaConfig
-
-    try:
-        return LlamaConfig.from_dict(copy.deepcopy(config))  # standardises rope_scaling and rope_theta
-    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
-        raise UserError(f"transformers refuses the source's config.json: {one_line(error)}") from None
 
 
 def _truly_tied(checkpoint: Checkpoint, tied: bool, assume_tied: bool, notes: list[str]) -> bool:
@@ -97,7 +81,9 @@ def _check_tensors(checkpoint: Checkpoint, config: Any, notes: list[str]) -> Non
     if computed:
         notes.append(f"{len(computed)} stored rotary frequencies are kept but never read.")
     if unexpected := sorted(set(stored) - set(expected) - computed):
-        raise UserError(f"The source holds tensors that a Llama of its config does not have: {some(unexpected)}.")
+        raise UserError(
+            f"The source holds tensors that a {config.model_type} of its config does not have: {some(unexpected)}."
+        )
     if missing := sorted(set(expected) - set(stored)):
         raise UserError(f"The source lacks tensors that its config implies: {some(missing)}; download it again.")
     for name, shape in expected.items():
@@ -112,12 +98,10 @@ def _check_tensors(checkpoint: Checkpoint, config: Any, notes: list[str]) -> Non
 
 
 def llama_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a LlamaForCausalLM's tensors, from a model without storage."""
-    from transformers import LlamaForCausalLM
-
+    """Names and shapes of a source's tensors, from a model of its class without storage."""
     try:
         with torch.device("meta"):
-            model = LlamaForCausalLM(config)
+            model = class_named(family_of(config.to_dict(), architectures=False).model)(config)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ZeroDivisionError) as error:
         raise UserError(f"transformers cannot build the source from its config.json: {one_line(error)}") from None
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -135,8 +119,3 @@ def some(names: list[str], limit: int = 3) -> str:
     """The first few names, and how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
-
-
-def one_line(error: Exception) -> str:
-    """An exception's message without line breaks."""
-    return " ".join(str(error).split())

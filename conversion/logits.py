@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from transformer2 import Transformer2ForCausalLM
+from transformer2.conversion.families import FAMILIES, class_named
 from transformer2.conversion.llama_sources import LlamaSource
 from transformer2.conversion.probes import compare, first_difference, hidden_states, probe_inputs, run_probe
 
@@ -76,11 +77,10 @@ def check_fresh_process(source: LlamaSource, output: Path, allowed: float = 0.0)
 
 
 def load_llama(source: LlamaSource, dtype: torch.dtype) -> nn.Module:
-    """Stock Llama with the source's weights. The config says the truth about tied embeddings."""
-    from transformers import LlamaForCausalLM
-
+    """The source in its own class, such as stock Llama. The config says the truth about tied embeddings."""
+    model_class = class_named(FAMILIES[source.config.model_type].model)
     with quiet_library():
-        return LlamaForCausalLM.from_pretrained(source.checkpoint.folder, config=source.config, dtype=dtype).eval()
+        return model_class.from_pretrained(source.checkpoint.folder, config=source.config, dtype=dtype).eval()
 
 
 def load_converted(output: Path, dtype: torch.dtype) -> tuple[nn.Module, list[str]]:

@@ -38,9 +38,9 @@ from transformer2.conversion.target_config import (
 from transformer2.conversion.verification import known_level, run_checks
 from transformer2.errors import CheckFailed, UserError
 
-PLAIN = (
-    "Note: neither a residual nor a local mixer was chosen, so this makes the plain `standard` model, without new "
-    "parameters; `transformer2 variants` lists what else there is."
+NOTHING_CHOSEN = (
+    "Note: neither a residual nor a local mixer was chosen, so this keeps the source's, without new parameters; "
+    "`transformer2 variants` lists what there is."
 )
 
 
@@ -49,8 +49,8 @@ def convert(
     source: str | Path,
     output: str | Path,
     *,
-    residual: str | dict[str, Any] = "standard",
-    local_mixer: str | dict[str, Any] = "none",
+    residual: str | dict[str, Any] | None = None,
+    local_mixer: str | dict[str, Any] | None = None,
     verify: str = "L3",
     materialize: str = "auto",
     overwrite: bool = False,
@@ -60,9 +60,11 @@ def convert(
     assume_tied: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Convert the Llama at `source` (folder, Hub name or .gguf file) into the new folder `output`; returns a report.
+    """Convert the model at `source` (folder, Hub name or .gguf file) into the new folder `output`; returns a report.
 
-    `residual` and `local_mixer` are as in `Transformer2Config`, except that `form` defaults to "identity". `verify` is
+    The source is a Llama, a relative (`conversion/families.py`), or a Transformer2 that gets a variant on an axis
+    where it has none. `residual` and `local_mixer` are as in `Transformer2Config`, except that `form` defaults to
+    "identity", and that None keeps what the source has: `standard` and `none` in a Llama. `verify` is
     the proof required before `output` appears: L0 structure, L1 bytes, L2 logits, L3 gradients. `seed` makes the new
     parameters reproducible. `progress` is told what is being done.
 
@@ -83,7 +85,7 @@ def convert(
         _require_apart(origin.folder, output)
         llama = check_llama(open_checkpoint(origin.folder), assume_tied)
         config = build_config(llama, residual, local_mixer)
-        if (departure := departs_from_identity(config)) and verify in ("L2", "L3"):
+        if (departure := departs_from_identity(config, llama)) and verify in ("L2", "L3"):
             raise UserError(
                 f"{departure} does not start as the source model, so its logits cannot be equal: leave the form at "
                 "'identity', or use verify='L1' (--verify L1 on the command line) to convert "
@@ -97,8 +99,8 @@ def convert(
             "materialize": materialize,
         }
         fingerprint = {"plan": plan, "tool": transformer2.__version__, "source": _signature(llama)}
-        if config.residual["type"] == "standard" and config.local_mixer["type"] == "none":
-            say(PLAIN)
+        if residual is None and local_mixer is None:
+            say(NOTHING_CHOSEN)
         with partial_folder(output, fingerprint, overwrite=overwrite, resume=resume) as partial:
             report = _build(partial, origin, llama, config, plan, say)
             say(f"Verifying ({verify})")

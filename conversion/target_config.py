@@ -1,15 +1,23 @@
-"""The configuration of the converted model: every Llama field of the source, plus one entry per axis."""
+"""The configuration of the converted model: every field of the source, plus one entry per axis."""
 
 import copy
 from typing import Any
 
 from transformer2 import Transformer2Config
-from transformer2.conversion.llama_sources import LlamaSource, one_line
+from transformer2.conversion.families import backbone_fields, one_line
+from transformer2.conversion.llama_sources import LlamaSource
 from transformer2.errors import UserError
 from transformer2.modeling_transformer2 import AUTO_MAP
 from transformer2.variants import AXES, options_of, resolve
 
 OWN_FIELDS = ("model_type", "architectures", "auto_map", "transformers_version", "dtype", "residual", "local_mixer")
+
+PLAIN = {"residual": "standard", "local_mixer": "none"}
+
+
+def present(source: LlamaSource, axis: str) -> dict[str, Any]:
+    """What the source has on an axis: its own choice if it is one of ours, else the plain one."""
+    return copy.deepcopy(getattr(source.config, axis, None)) or {"type": PLAIN[axis]}
 
 
 def identity_choice(axis: str, choice: str | dict[str, Any]) -> dict[str, Any]:
@@ -21,8 +29,10 @@ def identity_choice(axis: str, choice: str | dict[str, Any]) -> dict[str, Any]:
     return choice
 
 
-def refuse_unknown_names(axis: str, choice: str | dict[str, Any]) -> None:
+def refuse_unknown_names(axis: str, choice: str | dict[str, Any] | None) -> None:
     """Raise UserError, with the menu, for an unknown variant or option: before anything is downloaded."""
+    if choice is None:
+        return
     choice = identity_choice(axis, choice)
     kind = choice.get("type")
     if kind not in AXES[axis] or set(choice) - {"type", *options_of(axis, kind)}:
@@ -33,22 +43,33 @@ def refuse_unknown_names(axis: str, choice: str | dict[str, Any]) -> None:
 
 
 def build_config(
-    source: LlamaSource, residual: str | dict[str, Any], local_mixer: str | dict[str, Any]
+    source: LlamaSource, residual: str | dict[str, Any] | None, local_mixer: str | dict[str, Any] | None
 ) -> Transformer2Config:
-    """The target's configuration. Raises UserError, with the menu, for an unknown variant or a bad option."""
+    """The target's configuration. None on an axis: what the source has there.
+
+    Raises UserError, with the menu, for an unknown variant or a bad option, and for one in the place of another that
+    the source has already.
+    """
     from huggingface_hub.errors import StrictDataclassError
 
-    fields = source.config.to_dict()
+    fields = backbone_fields(source.config)
     dtype = fields.get("dtype") or source.dtype
     fields = {name: value for name, value in fields.items() if name not in OWN_FIELDS and not name.startswith("_")}
     try:
         config = Transformer2Config(
             **fields,
-            residual=identity_choice("residual", residual),
-            local_mixer=identity_choice("local_mixer", local_mixer),
+            residual=identity_choice("residual", residual or present(source, "residual")),
+            local_mixer=identity_choice("local_mixer", local_mixer or present(source, "local_mixer")),
         )
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise UserError(one_line(error)) from None
+    for axis, plain in PLAIN.items():
+        kept = present(source, axis)
+        if kept["type"] != plain and kept != getattr(config, axis):
+            raise UserError(
+                f"The source has {axis} {kept['type']!r} already, whose weights another one would lose: leave the "
+                f"{axis} out to keep it, or convert the model that the source was made from."
+            )
     config.dtype = dtype
     config.architectures = ["Transformer2ForCausalLM"]
     config.auto_map = {
@@ -66,10 +87,10 @@ def config_json(config: Transformer2Config) -> dict[str, Any]:
     return {name: merged[name] for name in sorted(merged) if not name.startswith("_")}
 
 
-def departs_from_identity(config: Transformer2Config) -> str | None:
+def departs_from_identity(config: Transformer2Config, source: LlamaSource) -> str | None:
     """Why the converted model does not start as the source, or None if it does."""
     for axis in AXES:
         form = getattr(config, axis).get("form", "identity")
-        if form != "identity":
+        if form != "identity" and getattr(config, axis) != present(source, axis):
             return f"{axis} {getattr(config, axis)['type']!r} in its {form!r} form"
     return None

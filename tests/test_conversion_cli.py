@@ -79,7 +79,7 @@ def test_a_proof_that_a_newcomer_understands(capsys):
 def test_without_a_choice_the_plain_model_is_made_and_called_so(run, llama_folder, tmp_path):
     code, _, err = run("convert", llama_folder, tmp_path / "out", "--verify", "l1")  # levels in any case
     assert code == 0
-    assert "Note: neither a residual nor a local mixer was chosen, so this makes the plain `standard` model" in err
+    assert "Note: neither a residual nor a local mixer was chosen, so this keeps the source's" in err
     assert "Verification L1" in err
     code, out, _ = run("verify", llama_folder, tmp_path / "out", "--level", "l0")
     assert out.endswith("checks up to L0 hold.\n")
