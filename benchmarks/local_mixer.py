@@ -2,10 +2,11 @@
 
     python benchmarks/local_mixer.py [--lengths 1024 4096 16384 32768] [--window 128] [--rounds 3] [--out build/mixers]
 
-Forward passes of one mixer over a text of width 512 (8 heads) in float32 on one thread: CPU seconds, the best of the
-rounds, and the bytes of the largest tensor, found by intercepting every operation. "dense mask" is what a sliding
-window costs through `scaled_dot_product_attention` with a T x T mask. "of a block" is the share that the mixer has of
-the time of a whole layer at the first length. Writes OUT.json, OUT.md and OUT.png.
+Forward passes over a text of width 512 (8 heads) in float32 on one thread: CPU seconds, the best of the rounds, and the
+bytes of the largest tensor, found by intercepting every operation. The first rows are the operator alone, on given
+queries, keys and values: `scaled_dot_product_attention` with a T x T mask, and ours ("speed-up" is their ratio). The
+others are mixers whole, with their projections, at all their places in a layer; "of a block" is their share of the time
+of a layer that has them, where global attention is affordable. Writes OUT.json, OUT.md and OUT.png.
 """
 
 import argparse
@@ -20,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 from transformer2 import Transformer2Config, Transformer2Model
-from transformer2.layers import apply_rotary, rope_frequencies, rotations
-from transformer2.variants import build_local_mixer
+from transformer2.sequence import width_of
+from transformer2.short_swa import windowed_attention
+from transformer2.variants import build_local_mixer, local_places
 
 SIZES = {
     "hidden_size": 512,
@@ -37,7 +39,10 @@ def mixers(window: int) -> dict[str, dict[str, Any]]:
         "short_conv": {"type": "short_conv"},
         "short_conv gated": {"type": "short_conv", "gated": True},
         "canon A": {"type": "canon", "letters": "A"},
+        "canon AC": {"type": "canon", "letters": "AC"},
+        "canon ABCD": {"type": "canon"},
         f"short_swa w={window}": {"type": "short_swa", "window": window},
+        f"short_swa w={window} chunk": {"type": "short_swa", "window": window, "mask": "chunk"},
     }
 
 
@@ -56,17 +61,35 @@ class Peak(TorchDispatchMode):
         return out
 
 
-def dense(swa, x: torch.Tensor, window: int, theta: float) -> torch.Tensor:
-    """The projections of ShortSWA around dense attention with a band mask."""
-    length = x.shape[1]
-    query, key, value = (swa.split(project(x)) for project in (swa.query, swa.key, swa.value))
-    positions = torch.arange(length)[None]
-    cos, sin = rotations(positions, rope_frequencies(swa.head_dim, theta))
-    query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
-    steps = torch.arange(length)
+def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int) -> torch.Tensor:
+    """What a sliding window costs where it is a mask: [B, H, T, d] each."""
+    steps = torch.arange(query.shape[2])
     distance = steps[:, None] - steps
     mask = (distance >= 0) & (distance < window)
-    return swa.merge(F.scaled_dot_product_attention(query, key, value, attn_mask=mask))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+
+def operators(length: int, window: int, rounds: int, longest_dense: int) -> list[dict[str, Any]]:
+    """The two rows of the operator alone."""
+    heads = SIZES["num_attention_heads"]
+    query, key, value = torch.randn(3, 1, heads, length, SIZES["hidden_size"] // heads)
+    ours, ours_bytes = measure(lambda: windowed_attention(query, key, value, window), rounds)
+    rows = [{"mixer": f"operator, w={window}", "seconds": ours, "bytes": ours_bytes}]
+    if length <= longest_dense:
+        seconds, peak = measure(lambda: dense(query, key, value, window), rounds)
+        rows[0]["speedup"] = seconds / ours
+        rows.insert(0, {"mixer": "operator, dense mask", "seconds": seconds, "bytes": peak})
+    return rows
+
+
+def whole_mixer(config: Transformer2Config, length: int, rounds: int) -> tuple[float, int]:
+    """CPU seconds of a mixer at all its places in one layer, and the bytes of the largest tensor."""
+    positions, figures = torch.arange(length)[None], []
+    for place in local_places(config, 0):
+        mixer = build_local_mixer(config, 0, place)
+        x = torch.randn(1, length, width_of(config, place))
+        figures.append(measure(lambda x=x, m=mixer: m(x, position_ids=positions, token_index=positions), rounds))
+    return sum(seconds for seconds, _ in figures), max(peak for _, peak in figures)
 
 
 def measure(function, rounds: int) -> tuple[float, int]:
@@ -83,14 +106,12 @@ def measure(function, rounds: int) -> tuple[float, int]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| T | mixer | ms | largest tensor, MB | dense mask / this | of a block |", "|---|---|---|---|---|---|"]
+    lines = ["| T | what | ms | largest tensor, MB | speed-up | of a block |", "|---|---|---|---|---|---|"]
     for row in rows:
-        share = f"{row['share']:.1%}" if row.get("share") is not None else ""
-        ratio = f"{row['speedup']:.1f}" if row.get("speedup") is not None else ""
-        lines.append(
-            f"| {row['length']} | {row['mixer']} | {1e3 * row['seconds']:.1f} | {row['bytes'] / 1e6:.1f} | {ratio} | "
-            f"{share} |"
-        )
+        share = f"{row['share']:.1%}" if "share" in row else ""
+        ratio = f"{row['speedup']:.1f}" if "speedup" in row else ""
+        cells = [str(row["length"]), row["mixer"], f"{1e3 * row['seconds']:.1f}", f"{row['bytes'] / 1e6:.1f}"]
+        lines.append("| " + " | ".join([*cells, ratio, share]) + " |")
     return "\n".join(lines)
 
 
@@ -120,37 +141,24 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--longest-dense", type=int, default=16384, help="a T x T mask beyond this is left out")
+    parser.add_argument("--longest-block", type=int, default=4096, help="global attention beyond this is left out")
     parser.add_argument("--out", type=Path, default=Path("build/mixers"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rows = []
     for length in tqdm(options.lengths, disable=None):
-        x = torch.randn(1, length, SIZES["hidden_size"])
-        positions = torch.arange(length)[None]
-        dense_seconds = None
-        if length <= options.longest_dense:
-            config = Transformer2Config(**SIZES, local_mixer={"type": "short_swa", "window": options.window})
-            mixer = build_local_mixer(config, 0, "layer")
-            dense_seconds, peak = measure(
-                lambda x=x, mixer=mixer: dense(mixer.swa, x, options.window, mixer.rope_theta), options.rounds
-            )
-            rows.append({"length": length, "mixer": "dense mask", "seconds": dense_seconds, "bytes": peak})
+        found = operators(length, options.window, options.rounds, options.longest_dense)
         for name, choice in mixers(options.window).items():
             config = Transformer2Config(**SIZES, local_mixer=choice)
-            place = "attn" if choice["type"] == "canon" else "layer"
-            mixer = build_local_mixer(config, 0, place)
-            seconds, peak = measure(
-                lambda x=x, mixer=mixer, p=positions: mixer(x, position_ids=p, token_index=p), options.rounds
-            )
-            row = {"length": length, "mixer": name, "seconds": seconds, "bytes": peak}
-            if dense_seconds is not None:
-                row["speedup"] = dense_seconds / seconds
-            if length == options.lengths[0]:
-                model = Transformer2Model(config).eval()
+            seconds, peak = whole_mixer(config, length, options.rounds)
+            row = {"mixer": name, "seconds": seconds, "bytes": peak}
+            if length <= options.longest_block:
+                x, model = torch.randn(1, length, SIZES["hidden_size"]), Transformer2Model(config).eval()
                 block, _ = measure(lambda x=x, m=model: m(inputs_embeds=x, use_cache=False), options.rounds)
                 row["share"] = seconds / block
-            rows.append(row)
+            found.append(row)
+        rows += [{"length": length, **row} for row in found]
     print(table(rows))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.with_suffix(".json").write_text(json.dumps(rows, indent=2))

@@ -4,10 +4,12 @@ A source's own class stays the judge of its tensors and of its logits; only its 
 """
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from transformer2 import Transformer2Config
 from transformer2.errors import UserError
 
 
@@ -72,23 +74,33 @@ def class_named(name: str) -> Any:
 def read_config(config: dict[str, Any]) -> Any:
     """config.json as its family's own class reads it: rope settings in today's form, all defaults filled in.
 
-    Raises UserError if that class refuses it.
+    Raises UserError if that class refuses it, or would not be the one that reads it.
     """
     from huggingface_hub.errors import StrictDataclassError
 
+    config_class = class_named(family_of(config, architectures=False).config)
+    if config.get("layer_types") and "layer_types" not in {field.name for field in dataclasses.fields(config_class)}:
+        raise UserError(
+            f"config.json says {config['model_type']!r} with layer_types, which such models do not have (transformers "
+            "reads a Mistral with them as Ministral): remove layer_types if the model has none."
+        )
     try:
-        return class_named(family_of(config, architectures=False).config).from_dict(copy.deepcopy(config))
+        return config_class.from_dict(copy.deepcopy(config))
     except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         raise UserError(f"transformers refuses the source's config.json: {one_line(error)}") from None
 
 
 def backbone_fields(config: Any) -> dict[str, Any]:
-    """All fields of a source's configuration, as ours names them. config: of any family."""
+    """All fields of a source's configuration, as ours names them. config: of any family.
+
+    A field that only we know means nothing in the source, even if its config.json has it: Llama ignores a
+    `sliding_window`.
+    """
     family = FAMILIES[config.model_type]
-    return {
-        **{name: value for name, value in config.to_dict().items() if name not in family.foreign},
-        **family.ours(config),
-    }
+    known = {"head_dim", *(field.name for field in dataclasses.fields(config))}  # Qwen2 reads it undeclared
+    ignored = {*family.foreign, *(set(Transformer2Config.__annotations__) - known)}
+    fields = {name: value for name, value in config.to_dict().items() if name not in ignored}
+    return {**fields, **family.ours(config)}
 
 
 def one_line(error: Exception) -> str:

@@ -17,7 +17,9 @@ PLAIN = {"residual": "standard", "local_mixer": "none"}
 
 def present(source: LlamaSource, axis: str) -> dict[str, Any]:
     """What the source has on an axis: its own choice if it is one of ours, else the plain one."""
-    return copy.deepcopy(getattr(source.config, axis, None)) or {"type": PLAIN[axis]}
+    if source.config.model_type == "transformer2":
+        return copy.deepcopy(getattr(source.config, axis))
+    return {"type": PLAIN[axis]}
 
 
 def identity_choice(axis: str, choice: str | dict[str, Any]) -> dict[str, Any]:

@@ -89,7 +89,9 @@ def test_flash_attention_refuses_packed_batches_that_it_cannot_tell_apart(flash)
         model(tokens(2, 8), seq_idx=torch.tensor([[0, 0, 1, 1, 1, 2, 2, 2]]), use_cache=False)
 
 
-@pytest.mark.parametrize("mixer", ["none", "swa", "canon", "conv"])
+@pytest.mark.parametrize(
+    "mixer", ["swa", *(pytest.param(m, marks=pytest.mark.slow) for m in ("none", "canon", "conv"))]
+)
 @torch.no_grad()
 def test_flex_attention(mixer):
     """Without a cache, padded and packed (on a CPU, flex attention goes no further)."""
@@ -108,9 +110,12 @@ def test_flex_attention(mixer):
         torch.testing.assert_close(logits[keep], expected[keep], atol=1e-5, rtol=1e-5)
 
 
+QUICK = [*(("standard", mixer) for mixer in LOCAL_MIXERS), ("ddl_tc_ec", "swa_chunk"), ("depth_swa", "none")]
+
+
 @pytest.mark.parametrize(
     ("residual", "mixer"),
-    [*(("standard", mixer) for mixer in LOCAL_MIXERS), *((r, m) for r, m in CASES if r != "standard")],
+    [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in CASES if pair not in QUICK)],
 )
 @torch.no_grad()
 def test_static_decoding_compiles_once(residual, mixer):

@@ -322,37 +322,6 @@ def test_gates_stay_in_float32(auto_class, tmp_path):
             assert parameter.dtype == (torch.float32 if kept else dtype), name
 
 
-@pytest.mark.parametrize(
-    ("residual", "mixer"), [("standard", "swa"), ("ddl_tc_ec", "swa_chunk"), ("depth_swa", "none")]
-)
-@torch.no_grad()
-def test_static_decoding_compiles_once(residual, mixer):
-    """Every decoding step runs the same graph."""
-    torch._dynamo.reset()
-    model = case(residual, mixer)
-    graphs = []
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    cache = StaticCache(model.config, max_cache_len=16)
-    x = tokens(2, 12)
-    full = model(x, use_cache=False).logits
-    model(x[:, :6], cache=cache, use_cache=True)
-    step = torch.compile(model, fullgraph=True, dynamic=False, backend=count)
-    for position in range(6, 12):
-        piece = x[:, position : position + 1]
-        masks = model.create_masks_for_generate(
-            model.config, model.get_input_embeddings()(piece), None, cache, torch.tensor([[position]])
-        )
-        logits = step(
-            piece, attention_mask=masks, position_ids=torch.tensor([[position]]), cache=cache, use_cache=True
-        ).logits
-        torch.testing.assert_close(logits[:, 0], full[:, position], atol=1e-5, rtol=1e-4)
-    assert len(graphs) == 1
-
-
 @pytest.mark.parametrize(("residual", "mixer"), [("standard", "swa"), ("ddl_tc_ec", "swa_chunk"), ("ddl_tc", "none")])
 @torch.no_grad()
 def test_rolling_back(residual, mixer):
