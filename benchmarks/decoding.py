@@ -2,9 +2,9 @@
 
     python benchmarks/decoding.py [--prompt 256] [--tokens 64] [--rounds 5] [--only ...] [--out build/decoding]
 
-Greedy decoding with a dynamic cache, batch 1, of a model of width 512 with 8 layers in float32 on one thread. A variant
-and the plain model take turns; the figure is the median over rounds of the ratio of their CPU times. Writes OUT.json,
-OUT.md and OUT.png.
+Greedy decoding with a dynamic cache, batch 1, of a model of width 512 with 8 layers in float32 on one thread. A
+variant and the plain model take turns; the figure is the median over rounds of the ratio of their CPU times. Writes
+OUT.json, OUT.md and OUT.png.
 """
 
 import argparse

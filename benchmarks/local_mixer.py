@@ -2,11 +2,11 @@
 
     python benchmarks/local_mixer.py [--lengths 1024 4096 16384 32768] [--window 128] [--rounds 3] [--out build/mixers]
 
-Forward passes over a text of width 512 (8 heads) in float32 on one thread: CPU seconds, the best of the rounds, and the
-bytes of the largest tensor, found by intercepting every operation. The first rows are the operator alone, on given
+Forward passes over a text of width 512 (8 heads) in float32 on one thread: CPU seconds, the best of the rounds, and
+the bytes of the largest tensor, found by intercepting every operation. The first rows are the operator alone, on given
 queries, keys and values: `scaled_dot_product_attention` with a T x T mask, and ours ("speed-up" is their ratio). The
-others are mixers whole, with their projections, at all their places in a layer; "of a block" is their share of the time
-of a layer that has them, where global attention is affordable. Writes OUT.json, OUT.md and OUT.png.
+others are whole mixers, with their projections, at all their places in a layer; "of a block" is their share of the
+time of a layer that has them, where global attention is affordable. Writes OUT.json, OUT.md and OUT.png.
 """
 
 import argparse

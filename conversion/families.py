@@ -84,6 +84,11 @@ def read_config(config: dict[str, Any]) -> Any:
             f"config.json says {config['model_type']!r} with layer_types, which such models do not have (transformers "
             "reads a Mistral with them as Ministral): remove layer_types if the model has none."
         )
+    if config.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UserError(
+            f"config.json says partial_rotary_factor {config['partial_rotary_factor']!r}, which no "
+            f"{config['model_type']} model has: the source is another architecture, or the field is to be removed."
+        )
     try:
         return config_class.from_dict(copy.deepcopy(config))
     except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:

@@ -163,6 +163,21 @@ def _repaired(layer: library.CacheLayerMixin, config, layer_idx: int) -> library
     return layer
 
 
+def require_room(cache: Cache | None, length: int) -> None:
+    """Raise ValueError if a static cache cannot hold `length` more tokens."""
+    for layer in cache.layers if isinstance(cache, Cache) else ():
+        # A sliding layer never fills up, unless the cache is shorter than its window.
+        slides = isinstance(layer, library.StaticSlidingWindowLayer) and not getattr(layer, "_is_croppable", False)
+        if isinstance(layer, library.StaticLayer) and not slides:
+            used = int(layer.get_seq_length())
+            if used + length > layer.max_cache_len:
+                raise ValueError(
+                    f"The static cache holds {layer.max_cache_len} tokens, and {used + length} are needed: make it "
+                    "with a larger max_cache_len."
+                )
+            return
+
+
 def without_states(config):
     """The configuration as seen by a cache that knows keys and values only."""
     plain = copy.copy(config)

@@ -21,7 +21,7 @@ from transformers.utils import can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .caches import repair, without_states
+from .caches import repair, require_room, without_states
 from .compat import CACHE_FIELD, cache_field, takes_either_cache_name
 from .configuration_transformer2 import Transformer2Config
 from .depth import Stream
@@ -294,6 +294,8 @@ class Transformer2Model(Transformer2PreTrainedModel):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
+        if inputs_embeds.shape[1] == 0:
+            raise ValueError("There are no tokens: give at least one, such as the beginning-of-text token.")
         makes_cache = use_cache and cache is None and self.config.number_of_conv_states and not is_compiling()
         if makes_cache and is_right_padded(attention_mask):  # scoring and training need none
             use_cache = False
@@ -303,6 +305,8 @@ class Transformer2Model(Transformer2PreTrainedModel):
             if seq_idx is None and attention_mask is None and position_ids is not None and not is_compiling():
                 seq_idx = find_packed_sequence_indices(position_ids)  # packed rows stay apart in a new cache, too
         repair(cache, self.config)
+        if not is_compiling() and inputs_embeds.device.type == "cpu":  # elsewhere it would wait for the device
+            require_room(cache, inputs_embeds.shape[1])
         if position_ids is None:
             past_seen_tokens = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens

@@ -107,11 +107,16 @@ def _blocked(query, key, value, window, valid, reach, seq_idx) -> Tensor:
     before = num_blocks * window - num_queries  # missing on the left, so that the last entries stay aligned
     missing = (num_blocks + 1) * window - key.shape[-2]
 
-    def blocks(
-        x: Tensor, left: int, size: int, fill: int | bool = 0
-    ) -> Tensor:  # [B, ..., N] -> [B * blocks, ..., size]
-        x = F.pad(x, (left, 0), value=fill) if left >= 0 else x[..., -left:]
-        return x.unfold(-1, size, window).movedim(-2, 1).flatten(0, 1)
+    def shifted(x: Tensor, left: int, dim: int, fill: int | bool = 0) -> Tensor:
+        """`left` more entries in front, or so many fewer."""
+        at_dim = (0, 0) if dim == -2 else ()
+        return F.pad(x, (*at_dim, left, 0), value=fill) if left >= 0 else x.narrow(dim, -left, x.shape[dim] + left)
+
+    def blocks(x: Tensor, left: int, size: int, fill: int | bool = 0) -> Tensor:  # [B, N] -> [B * blocks, size]
+        return shifted(x, left, -1, fill).unfold(-1, size, window).flatten(0, 1)
+
+    def vectors(x: Tensor, left: int, size: int) -> Tensor:  # [B, H, N, d] -> [B * blocks, H, size, d], views if B = 1
+        return shifted(x, left, -2).unfold(-2, size, window).mT.movedim(2, 1).flatten(0, 1)
 
     exists = torch.ones(1, key.shape[-2], dtype=torch.bool, device=key.device) if valid is None else valid
     exists = blocks(exists.expand(batch, -1), missing, 2 * window, False)
@@ -122,9 +127,7 @@ def _blocked(query, key, value, window, valid, reach, seq_idx) -> Tensor:
         query_idx = key_idx
     mask = _visible(_distances(window, 2 * window, query.device), window, exists, reach, query_idx, key_idx)
 
-    query = blocks(query.mT, before, window).mT  # [B * blocks, H, window, d]
-    key, value = (blocks(x.mT, missing, 2 * window).mT for x in (key, value))
-    out = _attend(query, key, value, mask)
+    out = _attend(vectors(query, before, window), *(vectors(x, missing, 2 * window) for x in (key, value)), mask)
     return out.unflatten(0, (batch, num_blocks)).movedim(1, 2).flatten(2, 3)[..., before:, :]
 
 

@@ -227,3 +227,39 @@ def test_layer_types_survive_a_round_trip(tmp_path):
     again.residual = "standard"
     again.local_mixer = "none"
     assert again.layer_types == ["full_attention", "sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize("mixer", ["none", "swa", "canon"])
+@pytest.mark.parametrize("which", ["full", "all"])
+@torch.no_grad()
+def test_a_static_cache_that_is_too_small(which, mixer):
+    """Filled to the last place it is exact; one token more is refused, also where attention slides further back."""
+    model = (
+        case("standard", mixer) if which == "full" else tiny_model("standard", LOCAL_MIXERS[mixer], sliding_window=9)
+    )
+    x = tokens(2, 9)
+    cache = StaticCache(model.config, max_cache_len=8)
+    model(x[:, :7], cache=cache, use_cache=True)
+    logits = model(x[:, 7:8], cache=cache, use_cache=True).logits
+    torch.testing.assert_close(logits, model(x[:, :8], use_cache=False).logits[:, 7:], atol=1e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match="static cache holds 8 tokens, and 9 are needed"):
+        model(x[:, 8:], cache=cache, use_cache=True)
+    with pytest.raises(ValueError, match="holds 4 tokens, and 9 are needed"):
+        model(x, cache=StaticCache(model.config, max_cache_len=4), use_cache=True)
+
+
+@torch.no_grad()
+def test_a_static_sliding_cache_never_fills_up():
+    model = tiny_model("standard", LOCAL_MIXERS["swa"], sliding_window=5)
+    x = tokens(1, 14)
+    cache = StaticCache(model.config, max_cache_len=8)
+    pieces = [model(x[:, i : i + 1], cache=cache, use_cache=True).logits for i in range(14)]
+    torch.testing.assert_close(torch.cat(pieces, 1), model(x, use_cache=False).logits, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mixer", ["none", "swa"])
+def test_an_empty_prompt(mixer):
+    empty = torch.zeros(1, 0, dtype=torch.long)
+    for run in (case("standard", mixer), case("standard", mixer).generate):
+        with pytest.raises(ValueError, match="no tokens: give at least one"):
+            run(empty)
