@@ -156,18 +156,18 @@ def _repaired(layer: library.CacheLayerMixin, config, layer_idx: int) -> library
     if type(layer) is library.LinearAttentionAndStaticSlidingWindowAttentionLayer:
         # The library keeps the smaller of window and capacity, and whether it was the capacity.
         repaired = StaticSlidingHybridLayer(layer.max_cache_len, layer.max_cache_len, layer.number_of_states)
-        repaired._is_croppable = layer._is_croppable
+        repaired._is_croppable = getattr(layer, "_is_croppable", False)  # unknown before 5.24, as is cropping
         return repaired
     if isinstance(layer, QUANTIZED) and config.layer_types[layer_idx] == "hybrid":
         return QuantizedHybridLayer(layer, config.number_of_conv_states)
     return layer
 
 
-def require_room(cache: Cache | None, length: int) -> None:
+def require_room(cache: Cache | None, config, length: int) -> None:
     """Raise ValueError if a static cache cannot hold `length` more tokens."""
     for layer in cache.layers if isinstance(cache, Cache) else ():
         # A sliding layer never fills up, unless the cache is shorter than its window.
-        slides = isinstance(layer, library.StaticSlidingWindowLayer) and not getattr(layer, "_is_croppable", False)
+        slides = isinstance(layer, library.StaticSlidingWindowLayer) and layer.max_cache_len >= config.sliding_window
         if isinstance(layer, library.StaticLayer) and not slides:
             used = int(layer.get_seq_length())
             if used + length > layer.max_cache_len:

@@ -306,7 +306,7 @@ class Transformer2Model(Transformer2PreTrainedModel):
                 seq_idx = find_packed_sequence_indices(position_ids)  # packed rows stay apart in a new cache, too
         repair(cache, self.config)
         if not is_compiling() and inputs_embeds.device.type == "cpu":  # elsewhere it would wait for the device
-            require_room(cache, inputs_embeds.shape[1])
+            require_room(cache, self.config, inputs_embeds.shape[1])
         if position_ids is None:
             past_seen_tokens = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
