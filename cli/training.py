@@ -1,4 +1,4 @@
-"""Commands around training: init, train, eval, generate."""
+"""Commands around training: init, train, eval."""
 
 import json
 import os
@@ -15,7 +15,6 @@ def add_commands(app: typer.Typer) -> None:
     app.command("init")(init)
     app.command("train")(train)
     app.command("eval")(evaluate)
-    app.command("generate")(generate)
 
 
 def init(
@@ -105,37 +104,6 @@ def evaluate(
             on_batch=bar.update,
         )
     print(json.dumps(report, indent=2) if as_json else _evaluation_summary(report))
-
-
-def generate(
-    model: Annotated[str, typer.Argument(help="Checkpoint folder or hub name.", metavar="PATH")],
-    prompt: Annotated[str, typer.Argument(help="Text to continue, or with --chat to answer.")],
-    max_new_tokens: Annotated[int, typer.Option(help="How many tokens at most.")] = 200,
-    do_sample: Annotated[bool | None, typer.Option(help="Sample, or always take the likeliest token.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Above 1: more variety; below: less. Samples.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample from the likeliest tokens of this share.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the sampling.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat format.")] = False,
-    dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print prompt and text as JSON, at the end.")] = False,
-) -> None:
-    """Continue a prompt, printing each token as it is made."""
-    from transformer2.training.generation import generate as run
-
-    text = run(
-        model,
-        prompt,
-        file=None if as_json else sys.stdout,
-        max_new_tokens=max_new_tokens,
-        do_sample=do_sample,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        chat=chat,
-        dtype=dtype,
-    )
-    if as_json:
-        print(json.dumps({"prompt": prompt, "text": text}, indent=2, ensure_ascii=False))
 
 
 def _leave_process_group() -> None:

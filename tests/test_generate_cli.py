@@ -1,15 +1,18 @@
 """`transformer2 generate`."""
 
+import functools
 import io
 import json
+import re
 
 import pytest
 import torch
 from training_tools import IDENTITY_DDL, IDENTITY_SHORT_SWA, checkpoint, command, word_tokenizer, words
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, CompileConfig, GPT2Config, GPT2LMHeadModel
 
-from transformer2.errors import UserError
-from transformer2.training import generate
+from transformer2.errors import MachineError, UserError
+from transformer2.training import generate, generation
+from transformer2.training.generation import Generator
 
 
 @pytest.fixture
@@ -67,17 +70,77 @@ def test_the_command_writes_the_text_alone_to_standard_output(model, monkeypatch
     text = generate(model, words(6), max_new_tokens=8)
     assert out.strip() == text
     code, out, _ = command(monkeypatch, capsys, "generate", model, words(6), "--max-new-tokens", 8, "--json")
-    assert (code, json.loads(out)) == (0, {"prompt": words(6), "text": text})
+    made = json.loads(out)
+    assert (code, made["prompt"], made["text"]) == (0, words(6), text)
+    assert (made["prompt_tokens"], made["new_tokens"]) == (6, 8)
+    assert made["tokens_per_second"] == pytest.approx(7 / (made["seconds"] - made["first_token_seconds"]))
     for arguments, message in (
         (["--max-new-tokens", 0], "must be at least 1"),
         (["--temperature", 0], "temperature must be greater than 0"),
         (["--dtype", "float8"], "Unknown dtype"),
         (["--chat"], "no chat format"),
+        (["--system", "w3"], "add --chat"),
+        (["--top-k", 0], "Top-k must be at least 1"),
+        (["--device", "moon"], "There is no device 'moon'"),
+        (["--device", "meta"], "holds no numbers"),
+        (["--attn", "magic"], "Unknown attention backend 'magic'; choose one of: eager, sdpa"),
     ):
         code, out, error = command(monkeypatch, capsys, "generate", model, words(6), *arguments)
         assert (code, out) == (2, "")
         assert message in error
     assert command(monkeypatch, capsys, "generate", model, "")[0] == 2
+
+
+def test_the_speed_is_told_on_standard_error(model, monkeypatch, capsys):
+    code, out, error = command(monkeypatch, capsys, "generate", model, words(6), "--max-new-tokens", 8)
+    assert code == 0
+    assert re.search(r"\[8 tokens in [\d.]+ s: the first after [\d.]+ s, then [\d.]+ tokens/s\]", error)
+    assert "tokens/s" not in out
+
+
+def test_the_prompt_may_come_from_standard_input(model, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO(words(6)))
+    _, out, _ = command(monkeypatch, capsys, "generate", model, "-", "--max-new-tokens", 8)
+    assert out.strip() == generate(model, words(6), max_new_tokens=8)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_backends(model, attention):
+    generator = Generator(model, attention=attention, device="cpu", dtype="float32")
+    assert generator.network.config._attn_implementation == attention
+    made = generator.write(generator.encode(words(6)), max_new_tokens=8)
+    assert made.text == generate(model, words(6), max_new_tokens=8)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU lacks")
+@pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2"])
+def test_backends_that_are_not_here(model, attention):
+    with pytest.raises(MachineError, match=attention):
+        Generator(model, attention=attention)
+
+
+def test_compiled_decoding_gives_the_same_text(model, monkeypatch):
+    """Here through a backend that runs the graphs as they are; the C++ of inductor takes a minute."""
+    graphs = []
+
+    def run_as_it_is(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(generation, "CompileConfig", functools.partial(CompileConfig, backend=run_as_it_is))
+    torch._dynamo.reset()
+    made = Generator(model, compiled=True)
+    text = made.write(made.encode(words(6)), max_new_tokens=8).text
+    assert text == generate(model, words(6), max_new_tokens=8)
+    assert graphs
+
+
+def test_a_prompt_that_is_longer_than_the_context(model):
+    generator = Generator(model)
+    with pytest.raises(UserError, match="prompt has 300 tokens, and the model's context is 256"):
+        generator.write(generator.encode(words(300)))
+    made = generator.write(generator.encode(words(250)), max_new_tokens=20)
+    assert made.new_tokens <= 6
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path):

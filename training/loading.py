@@ -6,7 +6,7 @@ import torch
 
 from transformer2.conversion.checkpoints import open_checkpoint
 from transformer2.conversion.paths import user_path
-from transformer2.errors import UserError
+from transformer2.errors import MachineError, UserError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -25,10 +25,11 @@ def find_checkpoint(model: str | Path) -> Path:
     return folder
 
 
-def load_model(folder: Path, dtype: torch.dtype | str = "auto"):
+def load_model(folder: Path, dtype: torch.dtype | str = "auto", attention: str | None = None):
     """The causal language model in a checkpoint folder, ours or a plain Llama, with every weight from the checkpoint.
 
-    Raises UserError where the library cannot load it, or would invent weights that are missing.
+    attention: the backend, None for the library's choice. Raises UserError where the library cannot load it, or would
+    invent weights that are missing, and MachineError where it lacks the backend.
     """
     import transformers
 
@@ -36,8 +37,10 @@ def load_model(folder: Path, dtype: torch.dtype | str = "auto"):
 
     try:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, output_loading_info=True, trust_remote_code=False
+            folder, dtype=dtype, output_loading_info=True, trust_remote_code=False, attn_implementation=attention
         )
+    except ImportError as error:
+        raise MachineError(f"{attention} is not installed here: {str(error).strip().splitlines()[0]}") from error
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"Cannot load the model in {folder}: {str(error).strip().splitlines()[0]}") from error
     if missing := sorted(info["missing_keys"]):
