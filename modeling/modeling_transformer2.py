@@ -411,7 +411,12 @@ class Transformer2ForCausalLM(Transformer2PreTrainedModel, GenerationMixin):
         repair(model_kwargs.get(CACHE_FIELD), self.config)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any):
-        """As in the library. Raises ValueError where the cache would have to hold more than keys and values."""
+        """As in the library. Raises ValueError where the cache would have to hold more than keys and values.
+
+        And RuntimeError on versions of transformers whose attention functions fill the cache themselves.
+        """
+        if CACHE_FIELD != "cache":
+            raise RuntimeError("Continuous batching needs transformers 5.24 or newer: use generate.")
         if self.config.number_of_conv_states:
             raise ValueError(
                 "Continuous batching keeps keys and values only, but the local mixer or residual of this model has "
