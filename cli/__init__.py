@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from . import conversion, generation, looking, training
+from . import conversion, generation, looking, planning, training
 
 app = typer.Typer(
     name="transformer2",
@@ -21,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+planning.add_commands(app)
 conversion.add_commands(app)
 looking.add_commands(app)
 training.add_commands(app)
