@@ -13,6 +13,13 @@ Level = Annotated[
     str,
     typer.Option(help="L0 structure, L1 bytes, L2 logits, L3 gradients, L4 quality; each includes those before it."),
 ]
+StreamLayers = Annotated[
+    bool | None,
+    typer.Option(
+        "--stream-layers/--whole",
+        help="One layer of each network in memory at a time, or one network whole; by default whatever fits.",
+    ),
+]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")]
 
 Residual = Annotated[
@@ -50,6 +57,13 @@ def convert(
     materialize: Annotated[
         str, typer.Option(help="How the base shards get there: auto (clone, else copy), link, reflink or copy.")
     ] = "auto",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Cast the weights: float32, bfloat16 or float16.", show_default="keep"),
+    ] = None,
+    max_shard_size: Annotated[
+        str | None, typer.Option(help="Cut the weights into files of at most this size, e.g. 5GB.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a conversion that was killed.")] = False,
     revision: Revision = None,
@@ -76,7 +90,9 @@ def convert(
             revision=revision,
             seed=seed,
             assume_tied=assume_tied,
-            progress=_say,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            progress=say,
         )
     except CheckFailed as failed:
         if result := getattr(failed, "report", None):
@@ -85,7 +101,7 @@ def convert(
                 print_json({"output": None, "verification": result})
         raise
     for warning in report["warnings"]:
-        _say(f"Note: {warning}")
+        say(f"Note: {warning}")
     show_checks(report["verification"])
     if as_json:
         print_json(report)
@@ -102,13 +118,7 @@ def verify(
     source: Annotated[str, typer.Argument(help="What was converted: a folder or a model on the Hub.")],
     output: Annotated[str, typer.Argument(help="The converted folder.")],
     level: Level = "L3",
-    stream_layers: Annotated[
-        bool | None,
-        typer.Option(
-            "--stream-layers/--whole",
-            help="One layer of each network in memory at a time, or both whole; by default whatever fits.",
-        ),
-    ] = None,
+    stream_layers: StreamLayers = None,
     text: Annotated[str | None, typer.Option(help="A text file to score at L4; by default a sample.")] = None,
     revision: Revision = None,
     as_json: AsJson = False,
@@ -118,11 +128,11 @@ def verify(
     from transformer2.errors import CheckFailed
 
     result = conversion.verify(
-        source, output, level, revision=revision, stream_layers=stream_layers, text=text, progress=_say
+        source, output, level, revision=revision, stream_layers=stream_layers, text=text, progress=say
     )
     show_checks(result)
     for note in result["notes"]:
-        _say(f"Note: {note}")
+        say(f"Note: {note}")
     if as_json:
         print_json(result)
     if not result["passed"]:
@@ -181,7 +191,7 @@ def parse_value(text: str) -> Any:
     return text
 
 
-def _say(message: str) -> None:
+def say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 

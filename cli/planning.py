@@ -4,12 +4,24 @@ from typing import Annotated, Any
 
 import typer
 
-from .conversion import AsJson, LocalMixer, Preset, Residual, Revision, Settings, parse_settings, print_json
+from .conversion import (
+    AsJson,
+    LocalMixer,
+    Preset,
+    Residual,
+    Revision,
+    Settings,
+    StreamLayers,
+    parse_settings,
+    print_json,
+    say,
+)
 
 
 def add_commands(app: typer.Typer) -> None:
     """Register the commands of this file."""
     app.command()(plan)
+    app.command()(strip)
 
 
 def plan(
@@ -36,6 +48,29 @@ def plan(
         raise CheckFailed(f"This cannot be converted: {result['refusal']}")
     if not as_json:
         _show(result)
+
+
+def strip(
+    folder: Annotated[str, typer.Argument(help="The converted folder, trained or not.")],
+    output: Annotated[str, typer.Argument(help="The folder to make.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")] = False,
+    stream_layers: StreamLayers = None,
+    as_json: AsJson = False,
+) -> None:
+    """Go back to the plain checkpoint: the source byte for byte, or an equal export; exit code 1 if there is none."""
+    from transformer2 import conversion
+
+    report = conversion.strip(folder, output, overwrite=overwrite, stream_layers=stream_layers, progress=say)
+    for warning in report["warnings"]:
+        say(f"Note: {warning}")
+    if as_json:
+        print_json(report)
+        return
+    if "logits" in report:
+        proof = f"an export that computes the same on {len(report['logits'])} checks"
+    else:
+        proof = "every file has its old bytes" if report["identical"] else "every tensor has its old bytes"
+    print(f"{report['output']}: {report['tensors']} tensors; {proof}.")
 
 
 def _show(result: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from transformer2.conversion.inspection import inspect_checkpoint
 from transformer2.conversion.plan import plan
 from transformer2.conversion.retrofit import convert
+from transformer2.conversion.strip import strip
 from transformer2.conversion.verification import verify
 
-__all__ = ["convert", "inspect_checkpoint", "plan", "verify"]
+__all__ = ["convert", "inspect_checkpoint", "plan", "strip", "verify"]

@@ -72,23 +72,36 @@ def _logits(
     say: Callable[[str], None],
 ) -> None:
     for dtype in dict.fromkeys((torch.float32, source.dtype)):
-        allowed = rounding_allowed(config, dtype)
         name = str(dtype).removeprefix("torch.")
         say(f"Comparing logits in {name}")
-        if stream_layers:
-            results = check_logits_by_layer(source, converted, config, dtype, allowed, say)
-        else:
-            results = check_logits(source, converted.folder, dtype)
-        for probe, figures in results.items():
-            if probe == "loading":
-                record("L2", f"{name} loading", figures["bit_equal"], "; ".join(figures["problems"]) or "ok")
-            else:
-                detail = describe(figures, allowed)
-                record("L2", f"{name} {probe}", within(figures, allowed), detail, allowed=allowed, **figures)
+        for probe, (passed, detail, figures) in compare_logits(source, converted, dtype, stream_layers, say).items():
+            record("L2", f"{name} {probe}", passed, detail, **figures)
     if fresh_process and not stream_layers:
         say("Loading in a process with transformers alone")
         result = check_fresh_process(source, converted.folder, rounding_allowed(config, torch.float32))
         record("L2", "without the package", result["bit_equal"], "; ".join(result["problems"]) or "same logits")
+
+
+def compare_logits(
+    source: LlamaSource,
+    converted: Checkpoint,
+    dtype: torch.dtype,
+    stream_layers: bool = False,
+    say: Callable[[str], None] = lambda message: None,
+) -> dict[str, tuple[bool, str, dict[str, Any]]]:
+    """Probe name -> whether the two networks agree on it, the same in words, and in figures."""
+    config = Transformer2Config.from_pretrained(converted.folder)
+    allowed = rounding_allowed(config, dtype)
+    if stream_layers:
+        found = check_logits_by_layer(source, converted, config, dtype, allowed, say)
+    else:
+        found = check_logits(source, converted.folder, dtype)
+    results = {}
+    if loading := found.pop("loading", None):
+        results["loading"] = (loading["bit_equal"], "; ".join(loading["problems"]) or "ok", {})
+    for probe, figures in found.items():
+        results[probe] = within(figures, allowed), describe(figures, allowed), {"allowed": allowed, **figures}
+    return results
 
 
 def describe(figures: dict[str, Any], allowed: float) -> str:

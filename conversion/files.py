@@ -1,5 +1,6 @@
 """Putting files into a folder: copies, clones and links, hashed and flushed to the disk."""
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -38,8 +39,11 @@ def choose_method(materialize: str, example: Path, folder: Path) -> Method:
         probe.unlink(missing_ok=True)
 
 
-def place(source: Path, target: Path, method: Method) -> str:
-    """Put a file in place without changing `source`, and return its SHA-256."""
+def place(source: Path, target: Path, method: Method) -> str | None:
+    """Put a file in place without changing the bytes of `source`; returns the SHA-256, None for a link.
+
+    A link takes no time however large the file is, so its bytes are not read.
+    """
     source = source.resolve()  # the Hub's cache consists of links
     if method == "link":
         try:
@@ -50,11 +54,17 @@ def place(source: Path, target: Path, method: Method) -> str:
             raise MachineError(
                 f"{source.name} cannot be hard-linked into {target.parent.parent} ({error.strerror}); {COPY_INSTEAD}."
             ) from None
-        return file_sha256(target)
+        return None
     if method == "reflink":
         clone(source, target)
         return file_sha256(target)
     return copy(source, target)
+
+
+def protect(file: Path) -> None:
+    """Take the write permission from a hard-linked file, under all its names: a write would change all of them."""
+    with contextlib.suppress(PermissionError):  # somebody else's file
+        os.chmod(file, file.stat().st_mode & ~0o222)
 
 
 def clone(source: Path, target: Path) -> None:
@@ -82,10 +92,22 @@ def copy(source: Path, target: Path) -> str:
 
 def write_json(file: Path, value: Any) -> None:
     """Write and flush a JSON file, readable by people."""
-    with open(file, "w", encoding="utf-8") as writer:
-        writer.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    write_text(file, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write and flush a text, to the byte."""
+    with open(file, "w", encoding="utf-8", newline="") as writer:
+        writer.write(text)
         writer.flush()
         os.fsync(writer.fileno())
+
+
+def replace_json(file: Path, value: Any) -> None:
+    """As `write_json`, over a file that exists: after a kill there is the old one or the new one."""
+    new = file.with_name(f".{file.name}.new")
+    write_json(new, value)
+    os.replace(new, file)
 
 
 def readable_as_usual(file: Path) -> None:

@@ -42,7 +42,7 @@ def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
         provenance = read_json(folder / PROVENANCE)
         report["new_parameters"] = report["variant_parameters"]
         report["provenance"] = {
-            name: value for name, value in provenance.items() if name not in ("files", "new_tensors")
+            name: value for name, value in provenance.items() if name not in ("files", "new_tensors", "original")
         }
     if (folder / "verification.json").is_file():
         result = read_json(folder / "verification.json")

@@ -216,6 +216,8 @@ def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 def read_tensor(entry: TensorEntry) -> Tensor:
     """One stored tensor, read rather than mapped: mapped files count as memory in use."""
+    if hasattr(entry, "read"):  # one that is cast
+        return entry.read()
     tensor = torch.empty(entry.shape, dtype=getattr(torch, DTYPES[entry.dtype]))
     if tensor.numel():
         buffer = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())

@@ -14,12 +14,16 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True)
 class LlamaSource:
-    """A checked source: `config` is its own class's reading of config.json, with the truth about tied embeddings."""
+    """A checked source: `config` is its own class's reading of config.json, with the truth about tied embeddings.
+
+    cast: whether the tensors are to be taken in another type than they are stored in (see rewriting.py).
+    """
 
     checkpoint: Checkpoint
     config: Any  # LlamaConfig, MistralConfig, ...
     dtype: torch.dtype
     notes: tuple[str, ...]
+    cast: bool = False
 
 
 def check_llama(checkpoint: Checkpoint, assume_tied: bool = False) -> LlamaSource:

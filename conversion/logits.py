@@ -80,7 +80,10 @@ def load_llama(source: LlamaSource, dtype: torch.dtype) -> nn.Module:
     """The source in its own class, such as stock Llama. The config says the truth about tied embeddings."""
     model_class = class_named(FAMILIES[source.config.model_type].model)
     with quiet_library():
-        return model_class.from_pretrained(source.checkpoint.folder, config=source.config, dtype=dtype).eval()
+        stored = source.dtype if source.cast else dtype
+        model = model_class.from_pretrained(source.checkpoint.folder, config=source.config, dtype=stored)
+        # Rotary frequencies are float32 in any type, which `to` would not know.
+        return (model if stored == dtype else model.to(dtype)).eval()
 
 
 def load_converted(output: Path, dtype: torch.dtype) -> tuple[nn.Module, list[str]]:

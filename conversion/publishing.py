@@ -37,21 +37,37 @@ class PartialFolder:
         self.path, self._journal, self.finished, self.overwrite = path, journal, finished, overwrite
         self.reused: list[str] = []
 
-    def add(self, name: str, write: Callable[[Path], str | None]) -> dict[str, Any]:
-        """Make the file `name` by `write(path)`, which may return its SHA-256, and return its size and hash."""
+    def add(self, name: str, write: Callable[[Path], str | None], hashed: bool = True) -> dict[str, Any]:
+        """Make the file `name` by `write(path)`, which may return its SHA-256, and return its size and hash.
+
+        hashed=False is for links, whose bytes are not read: size, time and inode stand for them, the hash is None.
+        """
         file, known = self.path / name, self.finished.get(name)
-        if known and file.is_file() and file.stat().st_size == known["size"] and file_sha256(file) == known["sha256"]:
+        if known and _as_journalled(file, known):
             self.reused.append(name)
-            return known
+            return {"size": known["size"], "sha256": known["sha256"]}
         file.unlink(missing_ok=True)  # never write through a hard link
         file.parent.mkdir(parents=True, exist_ok=True)
-        sha256 = write(file) or file_sha256(file)
-        flush(file)
-        entry = {"size": file.stat().st_size, "sha256": sha256}
-        self._journal.write("\n" + json.dumps({"file": name, **entry}))
+        sha256 = write(file)
+        if hashed:
+            sha256 = sha256 or file_sha256(file)
+            flush(file)
+        stat = file.stat()
+        entry = {"size": stat.st_size, "sha256": sha256}
+        identity = {} if hashed else {"inode": stat.st_ino, "mtime_ns": stat.st_mtime_ns}
+        self._journal.write("\n" + json.dumps({"file": name, **entry, **identity}))
         self._journal.flush()
         os.fsync(self._journal.fileno())
         return entry
+
+
+def _as_journalled(file: Path, known: dict[str, Any]) -> bool:
+    """Whether a file is still what the journal says."""
+    if not file.is_file() or (stat := file.stat()).st_size != known["size"]:
+        return False
+    if known["sha256"] is None:
+        return (stat.st_ino, stat.st_mtime_ns) == (known.get("inode"), known.get("mtime_ns"))
+    return file_sha256(file) == known["sha256"]
 
 
 @contextlib.contextmanager
@@ -192,7 +208,7 @@ def _finished(journal, fingerprint: dict[str, Any]) -> dict[str, dict[str, Any]]
             "The unfinished conversion was started from another source or with other options; run it without resume "
             "(--resume on the command line) to start again."
         )
-    return {r["file"]: {"size": r["size"], "sha256": r["sha256"]} for r in records[1:]}
+    return {record["file"]: record for record in records[1:]}
 
 
 def _lock(journal, output: Path) -> None:

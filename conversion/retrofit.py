@@ -6,27 +6,30 @@ index, a config and the model's code go with them. So memory does not grow with 
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import transformer2
-from transformer2.conversion.checkpoints import INDEX_NAME, PROVENANCE, open_checkpoint, read_header, read_json
+from transformer2.conversion.checkpoints import INDEX_NAME, PROVENANCE, file_sha256, open_checkpoint, read_json
 from transformer2.conversion.files import (
     WAYS,
     choose_method,
     copy,
     place,
-    readable_as_usual,
+    protect,
     require_space,
     write_json,
 )
-from transformer2.conversion.llama_sources import EMBEDDING, HEAD, LlamaSource, check_llama
+from transformer2.conversion.index import build_index
+from transformer2.conversion.llama_sources import LlamaSource, check_llama
 from transformer2.conversion.new_parameters import initialise, new_tensors
 from transformer2.conversion.paths import plain_os_errors, user_path
 from transformer2.conversion.publishing import PartialFolder, partial_folder, publish, require_free_name
+from transformer2.conversion.rewriting import bytes_of, cast_source, cut_into_shards, known_dtype, parse_size
+from transformer2.conversion.shards import STORED, Piece, aligned, read_header_text, to_bytes, write_shard
 from transformer2.conversion.side_files import side_files
 from transformer2.conversion.sources import Source, resolve_source
 from transformer2.conversion.target_config import (
@@ -58,6 +61,8 @@ def convert(
     revision: str | None = None,
     seed: int = 0,
     assume_tied: bool = False,
+    dtype: str | None = None,
+    max_shard_size: int | str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Convert the model at `source` (folder, Hub name or .gguf file) into the new folder `output`; returns a report.
@@ -65,8 +70,11 @@ def convert(
     The source is a Llama, a relative (`conversion/families.py`), or a Transformer2 that gets a variant on an axis
     where it has none. `residual` and `local_mixer` are as in `Transformer2Config`, except that `form` defaults to
     "identity", and that None keeps what the source has: `standard` and `none` in a Llama. `verify` is
-    the proof required before `output` appears: L0 structure, L1 bytes, L2 logits, L3 gradients. `seed` makes the new
-    parameters reproducible. `progress` is told what is being done.
+    the proof required before `output` appears: L0 structure, L1 bytes, L2 logits, L3 gradients, L4 quality.
+    `materialize` is how the source's shards get there: "link", "reflink", "copy", or "auto" (a clone where the file
+    system can, else a copy). `dtype` ("float32", "bfloat16", "float16") casts the weights and `max_shard_size` ("5GB")
+    cuts them into other files; either way they are written anew, tensor by tensor. `seed` makes the new parameters
+    reproducible. `progress` is told what is being done.
 
     Raises UserError for bad input, CheckFailed if verification fails, MachineError for lack of disk; then there is no
     output.
@@ -74,6 +82,12 @@ def convert(
     verify = known_level(verify)
     if materialize not in WAYS:
         raise UserError(f"Unknown way to materialise {materialize!r}; choose one of: {', '.join(WAYS)}.")
+    target_dtype, shard_bytes = known_dtype(dtype), parse_size(max_shard_size)
+    if materialize not in ("auto", "copy") and (target_dtype or shard_bytes):
+        raise UserError(
+            f"materialize={materialize!r} shares the source's files, which dtype and max_shard_size change: leave "
+            "either out."
+        )
     refuse_unknown_names("residual", residual)
     refuse_unknown_names("local_mixer", local_mixer)
     say = progress or (lambda message: None)
@@ -83,7 +97,7 @@ def convert(
         say("Reading the source")
         origin = resolve_source(source, output, revision)
         _require_apart(origin.folder, output)
-        llama = check_llama(open_checkpoint(origin.folder), assume_tied)
+        llama = cast_source(check_llama(open_checkpoint(origin.folder), assume_tied), target_dtype)
         config = build_config(llama, residual, local_mixer)
         if (departure := departs_from_identity(config, llama)) and verify not in ("L0", "L1"):
             raise UserError(
@@ -97,6 +111,8 @@ def convert(
             "seed": seed,
             "assume_tied": assume_tied,
             "materialize": materialize,
+            "dtype": str(target_dtype).removeprefix("torch.") if target_dtype else None,
+            "max_shard_bytes": shard_bytes,
         }
         fingerprint = {"plan": plan, "tool": transformer2.__version__, "source": _signature(llama)}
         if residual is None and local_mixer is None:
@@ -109,6 +125,10 @@ def convert(
                 failed = CheckFailed(f"Verification failed, so nothing was written: {result['failures'][0]}")
                 failed.report = result  # for whoever wants to show it
                 raise failed
+            if report["materialized"] == "link":
+                for file in partial.path.glob("*.safetensors"):
+                    if file.stat().st_nlink > 1:
+                        protect(file)
             say("Publishing")
             publish(partial, output)
     report["output"] = str(output)
@@ -126,21 +146,30 @@ def _build(
 ) -> dict[str, Any]:
     """Write every file but verification.json; returns the report of what was written."""
     shards, described = llama.checkpoint.shards, new_tensors(config, llama)
-    method = choose_method(plan["materialize"], shards[0].resolve(), partial.path)
+    rewritten = cut_into_shards(llama, plan["max_shard_bytes"]) if llama.cast or plan["max_shard_bytes"] else None
+    method = "rewrite" if rewritten else choose_method(plan["materialize"], shards[0].resolve(), partial.path)
     new_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in described.values())
-    base_bytes = llama.checkpoint.num_bytes if method == "copy" else 0
+    base_bytes = {"copy": llama.checkpoint.num_bytes, "rewrite": bytes_of(llama)}.get(method, 0)
     done = sum(entry["size"] for entry in partial.finished.values())
     require_space(partial.path, max(0, base_bytes + new_bytes - done) + 64 * 2**20)
 
     warnings = list(llama.notes)
     if method == "link":
-        warnings.append("The base shards are hard links: editing them in place would alter the source as well.")
-    total = len(shards) + bool(described)
+        warnings.append(
+            "The base shards are hard links: editing them in place would alter the source as well, so both are "
+            "read-only now."
+        )
+    if llama.cast:
+        warnings.append(f"The weights were cast to {plan['dtype']}; the proof is against the source cast likewise.")
+    total = len(rewritten or shards) + bool(described)
     names = [f"model-{number:05d}-of-{total:05d}.safetensors" for number in range(1, total + 1)]
     files: dict[str, dict[str, Any]] = {}
-    for shard, name in zip(shards, names, strict=False):
+    for pieces, name in zip(rewritten or (), names, strict=False):
+        say(f"{name}: writing {len(pieces)} tensors")
+        files[name] = partial.add(name, lambda target, pieces=pieces: write_shard(target, pieces))
+    for shard, name in zip(() if rewritten else shards, names, strict=False):
         say(f"{name}: {method} of {shard.name}")
-        entry = partial.add(name, lambda target, shard=shard: place(shard, target, method))
+        entry = partial.add(name, lambda target, shard=shard: place(shard, target, method), hashed=method != "link")
         files[name] = {**entry, "from": shard.name}
     if described:
         say(f"{names[-1]}: {len(described)} new tensors")
@@ -164,6 +193,7 @@ def _build(
         "new_tensors": sorted(described),
         "notes": warnings,
         "files": files,
+        "original": original(llama, hashed=method == "rewrite"),
     }
     write_json(partial.path / PROVENANCE, provenance)
     return {
@@ -183,24 +213,31 @@ def _build(
     }
 
 
-def _write_new(target: Path, config: Any, llama: LlamaSource, seed: int) -> None:
-    from safetensors.torch import save_file
+def original(llama: LlamaSource, hashed: bool) -> dict[str, Any]:
+    """What `strip` needs besides the tensors to give the source back, to the byte: its config, index and headers.
 
-    save_file(initialise(config, llama, seed), target, metadata={"format": "pt"})
-    readable_as_usual(target)
-
-
-def build_index(shards: list[Path], tied: bool) -> dict[str, Any]:
-    """The index of the shards as written. A head that repeats the tied embeddings is no further parameter."""
-    tensors = {name: entry for shard in shards for name, entry in read_header(shard).items()}
-    counted = set(tensors) - ({HEAD} if tied and EMBEDDING in tensors else set())
+    hashed: also the hashes of the shards, where the list of files does not have them.
+    """
+    checkpoint = llama.checkpoint
+    names = (name for name in ("config.json", INDEX_NAME) if (checkpoint.folder / name).is_file())
     return {
-        "metadata": {
-            "total_size": sum(entry.end - entry.start for entry in tensors.values()),
-            "total_parameters": sum(tensors[name].num_elements for name in counted),
-        },
-        "weight_map": {name: tensors[name].file.name for name in sorted(tensors)},
+        "files": {name: (checkpoint.folder / name).read_bytes().decode() for name in names},
+        "headers": {shard.name: read_header_text(shard) for shard in checkpoint.shards},
+        **({"sha256": {shard.name: file_sha256(shard) for shard in checkpoint.shards}} if hashed else {}),
     }
+
+
+def _write_new(target: Path, config: Any, llama: LlamaSource, seed: int) -> str:
+    tensors = initialise(config, llama, seed)
+    pieces = [
+        Piece(name, STORED[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape), _bytes_of(tensor))
+        for name, tensor in tensors.items()
+    ]
+    return write_shard(target, aligned(pieces))
+
+
+def _bytes_of(tensor: Any) -> Iterator[bytes]:
+    yield to_bytes(tensor)  # when it is written, not before
 
 
 def travelling_code() -> list[Path]:

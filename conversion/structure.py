@@ -1,6 +1,7 @@
 """L0 and L1: is the converted folder made of the right tensors and files, and are the source's bytes untouched?"""
 
 import json
+import os
 from pathlib import Path
 
 from transformer2 import Transformer2Config
@@ -13,6 +14,7 @@ from transformer2.conversion.checkpoints import (
     file_sha256,
     read_json,
 )
+from transformer2.conversion.files import replace_json
 from transformer2.conversion.llama_sources import LlamaSource, some
 from transformer2.conversion.new_parameters import new_tensors
 from transformer2.conversion.publishing import JOURNAL
@@ -33,20 +35,43 @@ def check_structure(source: LlamaSource, output: Checkpoint, config: Transformer
     }
 
 
-def check_bytes(source: LlamaSource, output: Checkpoint) -> dict[str, list[str]]:
-    """L1: SHA-256 of every base tensor and every carried file against the source's."""
+def check_bytes(source: LlamaSource, output: Checkpoint) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """L1: SHA-256 of every base tensor and every carried file against the source's, and the hashes of whole shards.
+
+    A shard that is the source's, byte for byte, is read once where it is a link to it, and never tensor by tensor.
+    """
+    hashes = {}
+    proved: set[Path] = set()
+    for name, entry in (planned_files(output) or {}).items():
+        shard, found = source.checkpoint.folder / entry.get("from", "."), output.folder / name
+        if name.endswith(".safetensors") and shard.is_file() and found.is_file():
+            hashes[name] = file_sha256(found)
+            if os.path.samefile(shard, found) or hashes[name] == file_sha256(shard):
+                proved.add(found)
     tensors = [
         f"{name} has other bytes than in the source"
         for name, entry in source.checkpoint.tensors.items()
-        if name in output.tensors and output.tensors[name].sha256() != entry.sha256()
+        if name in output.tensors
+        and output.tensors[name].file not in proved
+        and output.tensors[name].sha256() != entry.sha256()
     ]
-    return {"tensor bytes": tensors, "carried files": changed_files(source, output)}
+    return {"tensor bytes": tensors, "carried files": changed_files(source, output)}, hashes
+
+
+def fill_hashes(output: Checkpoint, hashes: dict[str, str]) -> None:
+    """Put into the provenance the hashes of shards that were linked without being read."""
+    provenance = read_json(output.folder / PROVENANCE)
+    missing = [name for name, entry in provenance["files"].items() if entry.get("sha256") is None and name in hashes]
+    for name in missing:
+        provenance["files"][name]["sha256"] = hashes[name]
+    if missing:
+        replace_json(output.folder / PROVENANCE, provenance)
 
 
 def changed_files(source: LlamaSource, output: Checkpoint) -> list[str]:
     """Files that the conversion took from the source and that differ from it now."""
     carried = []
-    for name, entry in (_planned_files(output) or {}).items():
+    for name, entry in (planned_files(output) or {}).items():
         if name.endswith(".safetensors") or "from" not in entry:
             continue
         original, file = source.checkpoint.folder / entry["from"], output.folder / name
@@ -111,7 +136,7 @@ def config_differences(one: dict, other: dict) -> list[str]:
 
 
 def _files(output: Checkpoint) -> list[str]:
-    planned = _planned_files(output)
+    planned = planned_files(output)
     if planned is None:
         return [f"{PROVENANCE} is missing or broken, so the files cannot be checked"]
     found = {file.relative_to(output.folder).as_posix() for file in output.folder.rglob("*") if file.is_file()}
@@ -124,7 +149,7 @@ def _files(output: Checkpoint) -> list[str]:
     return wrong
 
 
-def _planned_files(output: Checkpoint) -> dict[str, dict] | None:
+def planned_files(output: Checkpoint) -> dict[str, dict] | None:
     """What the conversion said that it wrote: name -> size, hash and origin."""
     try:
         files = read_json(output.folder / PROVENANCE).get("files")

@@ -9,6 +9,7 @@ L4 quality      equal perplexity on a text, and the same continuations of prompt
 L2 to L4 run both networks, whole or (for models larger than memory) layer by layer.
 """
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,13 +20,14 @@ import transformers
 
 import transformer2
 from transformer2 import Transformer2Config
-from transformer2.conversion.checkpoints import Checkpoint, open_checkpoint, read_json
+from transformer2.conversion.checkpoints import PROVENANCE, Checkpoint, open_checkpoint, read_json
 from transformer2.conversion.computed import exceeds_memory, run_networks
 from transformer2.conversion.files import write_json
 from transformer2.conversion.llama_sources import LlamaSource, check_llama
 from transformer2.conversion.paths import FORBIDDEN, plain_os_errors, user_path
+from transformer2.conversion.rewriting import cast_source, known_dtype
 from transformer2.conversion.sources import resolve_source
-from transformer2.conversion.structure import changed_files, check_bytes, check_structure, summary
+from transformer2.conversion.structure import changed_files, check_bytes, check_structure, fill_hashes, summary
 from transformer2.conversion.trained import (
     changed_tensors,
     check_trained_structure,
@@ -111,6 +113,7 @@ def run_checks(
     if config.get("model_type") != "transformer2":
         raise UserError(f"{output} is no Transformer2 checkpoint: its config.json says {config.get('model_type')!r}.")
     source = check_llama(open_checkpoint(source_folder), assume_tied=bool(config.get("tie_word_embeddings")))
+    source = cast_source(source, _cast_to(output))
     converted = _open(output, record)
     if converted is not None:
         wanted = LEVELS.index(level)
@@ -125,8 +128,12 @@ def run_checks(
             )
             if wanted >= 1:
                 say("Comparing bytes")
-                for name, wrong in check_bytes(source, converted).items():
+                compared, hashes = check_bytes(source, converted)
+                for name, wrong in compared.items():
                     record("L1", name, not wrong, summary(wrong))
+                if not compared["tensor bytes"]:
+                    with contextlib.suppress(UserError, PermissionError):  # a broken or a read-only folder
+                        fill_hashes(converted, hashes)
             if wanted >= 2 and sound:
                 if stream_layers is None and (stream_layers := exceeds_memory(source)):
                     say("The networks do not fit into memory whole, so they are compared layer by layer")
@@ -184,6 +191,13 @@ def _open(output: Path, record: Callable[..., None]) -> Checkpoint | None:
     except UserError as error:
         record("L0", "shards", False, str(error).replace(f"{output}/", ""))
         return None
+
+
+def _cast_to(output: Path) -> torch.dtype | None:
+    """The type that the conversion was asked to cast the weights to."""
+    with contextlib.suppress(UserError):  # a missing record is found at L0
+        return known_dtype((read_json(output / PROVENANCE).get("options") or {}).get("dtype"))
+    return None
 
 
 def _load_config(output: Path, record: Callable[..., None]) -> Transformer2Config | None:

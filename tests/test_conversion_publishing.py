@@ -164,11 +164,13 @@ def test_no_permission(llama_folder, tmp_path, monkeypatch):
 def test_links_and_copies(llama_folder, tmp_path):
     weights = llama_folder / "model.safetensors"
     mode = weights.stat().st_mode
+    assert mode & 0o200
     report = convert(llama_folder, tmp_path / "linked", **DDL, materialize="link")
     assert report["materialized"] == "link"
     assert "hard links" in report["warnings"][0]
     assert (tmp_path / "linked" / BASE).samefile(weights)
-    assert weights.stat().st_mode == mode
+    assert weights.stat().st_mode == mode & ~0o222  # what writes into one of the two changes both
+    assert (tmp_path / "linked" / NEW).stat().st_mode & 0o200
     report = convert(llama_folder, tmp_path / "copied", **DDL, materialize="copy")
     assert report["materialized"] == "copy"
     assert report["warnings"] == []
