@@ -181,9 +181,17 @@ def _take_leftover(
             _lock(journal, output)
             if resume and path is None and (finished := _finished(journal, fingerprint)):
                 path = leftover
+                _remove_unfinished(path, set(finished))
                 continue
         shutil.rmtree(leftover)
     return path, finished
+
+
+def _remove_unfinished(folder: Path, finished: set[str]) -> None:
+    """Files that the killed run had begun, or written for itself alone."""
+    for file in sorted(folder.rglob("*")):
+        if file.is_file() and file.relative_to(folder).as_posix() not in {JOURNAL, *finished}:
+            file.unlink()
 
 
 def _make(path: Path, output: Path) -> None:

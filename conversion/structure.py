@@ -21,7 +21,8 @@ from transformer2.conversion.publishing import JOURNAL
 from transformer2.conversion.target_config import build_config, config_json
 from transformer2.errors import UserError
 
-ALLOWED = {PROVENANCE, "verification.json", "README.md", JOURNAL}  # beyond the files that the conversion lists
+# Beyond the files that the conversion lists; the last one is what a kill leaves of `replace_json`.
+ALLOWED = {PROVENANCE, "verification.json", "README.md", JOURNAL, f".{PROVENANCE}.new"}
 
 
 def check_structure(source: LlamaSource, output: Checkpoint, config: Transformer2Config) -> dict[str, list[str]]:
