@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from steady import keep_memory
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
@@ -145,6 +146,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/mixers"))
     options = parser.parse_args()
     torch.set_num_threads(1)
+    keep_memory()
     torch.manual_seed(0)
     rows = []
     for length in tqdm(options.lengths, disable=None):
