@@ -31,6 +31,7 @@ from transformer2.conversion.publishing import PartialFolder, partial_folder, pu
 from transformer2.conversion.trained import trained_everything, training_report
 from transformer2.errors import CheckFailed, UserError
 from transformer2.training import diagnosis, parameters, precision, schedule
+from transformer2.training.arms import is_comparison
 from transformer2.training.data import hold_out, read_documents, tokenize
 from transformer2.training.evaluation import likelihood, score, token_losses
 from transformer2.training.isolation import check_isolation
@@ -47,11 +48,17 @@ def train(config: Settings | Mapping[str, Any] | str | Path) -> dict[str, Any]:
 
     Writes the checkpoint folder `output` and returns its training_report.json: loss, gradient norm and learning rates
     of every step, held-out perplexity, tokens, seconds, tokens per second, parameters, warnings.
+    Settings that ask for a control run, nulls, variants, seeds or random weights give a comparison, see
+    `training.comparison`.
     Raises UserError for bad input, CheckFailed where a loss or gradient is not finite or a frozen tensor changed; then
     nothing is written.
     """
     settings = config if isinstance(config, Settings) else load_settings(config)
     check(settings)
+    if is_comparison(settings):
+        from transformer2.training.comparison import compare
+
+        return compare(settings)
     source, output = find_checkpoint(settings.model), Path(os.path.abspath(user_path(settings.output)))
     check_output(output, source, settings.overwrite)
     accelerator, chosen = start(settings.optimisation)
@@ -80,7 +87,7 @@ def run(
 
     model = load_model(source, precision.load_dtype(chosen, optimisation.train, set(dtypes.values())))
     check_vocabulary(model, rows)
-    parameters.select(model, optimisation.train)
+    parameters.select(model, optimisation.train, optimisation.frozen)
     precision.make_masters(model)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -179,7 +186,8 @@ def start(optimisation: OptimisationSettings) -> tuple[Accelerator, str]:
 
 def load_rows(settings: Settings, tokenizer) -> tuple[Rows, Rows | None]:
     """The rows to train on, where documents end with the end-of-text token, and those held out: the bare text."""
-    data, seed = settings.data, settings.optimisation.seed
+    data = settings.data
+    seed = settings.optimisation.seed if data.hold_out_seed is None else data.hold_out_seed
     source = {"text_column": data.text_column, "separator": data.separator, "split": data.split, "name": data.name}
     splits = data.eval is None and (data.eval_tokens or data.eval_fraction)
     text = tokenize(read_documents(data.train, **source), tokenizer, count_bytes=bool(splits))
@@ -269,7 +277,9 @@ def shareable(settings: Settings) -> dict[str, Any]:
         return Path(value).name if isinstance(value, str) and Path(value).exists() else value
 
     tree = dataclasses.asdict(settings)
-    tree["model"], tree["output"] = last_part(settings.model), Path(settings.output).name
+    names = settings.model.items() if isinstance(settings.model, dict) else ()
+    tree["model"] = {key: last_part(value) for key, value in names} or last_part(settings.model)
+    tree["output"] = Path(settings.output).name
     tree["data"]["train"], tree["data"]["eval"] = last_part(settings.data.train), last_part(settings.data.eval)
     return tree
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from transformer2.errors import UserError
-
-IGNORED = -100  # the label of a token that is no target; the model shifts labels itself
+from transformer2.training.loss import IGNORED
 
 
 @dataclass
@@ -105,6 +104,12 @@ class Rows:
 
     def __iter__(self) -> Iterator[Row]:
         return (self[index] for index in range(len(self)))
+
+    def documents(self, index: int) -> np.ndarray:
+        """The document, by number, of every token of a row."""
+        start = self.starts[index]
+        places = np.arange(start, min(start + self.length, len(self.text)))
+        return np.searchsorted(self.text.starts, places, side="right") - 1
 
     def _row(self, start: int) -> Row:
         text, places = self.text, np.arange(start, min(start + self.length, len(self.text)))
