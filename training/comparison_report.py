@@ -112,8 +112,8 @@ def to_markdown(report: dict[str, Any]) -> str:
         lines += [
             f"Differences are against the {report['reference']}, in nats per token; below zero is better. The "
             f"interval is a paired bootstrap over documents ({COVERAGE:.0%}; from {FEWEST_DOCUMENTS} documents on). "
-            "It covers the choice of the held-out documents, not that of the seed, the data or the learning rates: one run per "
-            "arm is no evidence about the method.",
+            "It covers the choice of the held-out documents, not that of the seed, the data or the learning rates: "
+            "one run per arm is no evidence about the method.",
             "",
         ]
     if any(name == CONTROL for name in arms) and report["settings"]["optimisation"].get("train") == "new":
