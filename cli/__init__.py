@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from . import conversion, generation, looking, training
+from . import conversion, data, generation, looking, training
 
 app = typer.Typer(
     name="transformer2",
@@ -25,6 +25,7 @@ conversion.add_commands(app)
 looking.add_commands(app)
 training.add_commands(app)
 generation.add_commands(app)
+data.add_commands(app)
 INTERRUPTED = "Interrupted; nothing was left half-written."
 
 
