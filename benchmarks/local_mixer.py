@@ -88,6 +88,9 @@ def whole_mixer(config: Transformer2Config, length: int, rounds: int) -> tuple[f
     positions, figures = torch.arange(length)[None], []
     for place in local_places(config, 0):
         mixer = build_local_mixer(config, 0, place)
+        for module in mixer.modules():  # a model does that; numbers as memory holds them may be slow ones
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
         x = torch.randn(1, length, width_of(config, place))
         figures.append(measure(lambda x=x, m=mixer: m(x, position_ids=positions, token_index=positions), rounds))
     return sum(seconds for seconds, _ in figures), max(peak for _, peak in figures)

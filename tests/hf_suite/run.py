@@ -54,9 +54,9 @@ def run(folder: Path, only: list[str], workers: int) -> Path:
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", "-n", str(workers), "-p", "no:cacheprovider", "--tb=line"]
-    command += [str(HERE / "suite.py"), f"--junitxml={report}", "-o", "addopts=", "--rootdir", str(folder)]
-    if only:
-        command += ["-k", " or ".join(f"Test_{name}" for name in ("llama", *only))]
+    suite = str(HERE / "suite.py")
+    command += [f"{suite}::Test_{name}" for name in ("llama", *only)] if only else [suite]
+    command += [f"--junitxml={report}", "-o", "addopts=", "--rootdir", str(folder)]
     paths = [str(folder), str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
     subprocess.run(command, env=environment, check=False)
