@@ -8,9 +8,10 @@ import typer
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 PLAIN = {"residual": "standard", "local_mixer": "none"}
-LEVEL_NAMES = {"L0": "structure", "L1": "bytes", "L2": "logits", "L3": "gradients"}
+LEVEL_NAMES = {"L0": "structure", "L1": "bytes", "L2": "logits", "L3": "gradients", "L4": "quality"}
 Level = Annotated[
-    str, typer.Option(help="L0 structure, L1 bytes, L2 logits, L3 gradients; each includes those before it.")
+    str,
+    typer.Option(help="L0 structure, L1 bytes, L2 logits, L3 gradients, L4 quality; each includes those before it."),
 ]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")]
 
@@ -41,9 +42,7 @@ def convert(
         list[str] | None,
         typer.Option("--set", metavar="AXIS.KEY=VALUE", help="An option, e.g. residual.value_channels=4; repeatable."),
     ] = None,
-    level: Annotated[
-        str, typer.Option("--verify", help="Proof required before the output appears: L0, L1, L2 or L3.")
-    ] = "L3",
+    level: Annotated[str, typer.Option("--verify", help="Proof required before the output appears: L0 to L4.")] = "L3",
     materialize: Annotated[
         str, typer.Option(help="How the base shards get there: auto (clone, else copy), link, reflink or copy.")
     ] = "auto",
@@ -99,6 +98,14 @@ def verify(
     source: Annotated[str, typer.Argument(help="What was converted: a folder or a model on the Hub.")],
     output: Annotated[str, typer.Argument(help="The converted folder.")],
     level: Level = "L3",
+    stream_layers: Annotated[
+        bool | None,
+        typer.Option(
+            "--stream-layers/--whole",
+            help="One layer of each network in memory at a time, or both whole; by default whatever fits.",
+        ),
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="A text file to score at L4; by default a sample.")] = None,
     revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
@@ -106,7 +113,9 @@ def verify(
     from transformer2 import conversion
     from transformer2.errors import CheckFailed
 
-    result = conversion.verify(source, output, level, revision=revision, progress=_say)
+    result = conversion.verify(
+        source, output, level, revision=revision, stream_layers=stream_layers, text=text, progress=_say
+    )
     show_checks(result)
     for note in result["notes"]:
         _say(f"Note: {note}")

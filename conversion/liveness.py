@@ -1,12 +1,17 @@
 """L3: the new parameters learn. At first only the documented ones have no gradient, after two steps all have one."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
+from transformer2 import Transformer2Config, Transformer2ForCausalLM
+from transformer2.conversion.checkpoints import Checkpoint
+from transformer2.conversion.layer_stream import LayerStream, Run
 from transformer2.conversion.logits import load_converted
 from transformer2.variants import AXES
 
@@ -24,20 +29,77 @@ def check_liveness(output: Path, new_names: list[str], length: int = 48) -> dict
     model.requires_grad_(False)
     for parameter in new.values():
         parameter.requires_grad_(True)
-    length = min(length, model.config.max_position_embeddings)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (2, length), generator=generator)
+    ids = training_tokens(model.config, length)
 
-    expected = documented(model.config, list(new))
+    def backward() -> float:
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        return loss.item()
+
+    return follow(model.config, new, backward)
+
+
+def check_liveness_by_layer(
+    output: Checkpoint, config: Transformer2Config, new_names: list[str], length: int = 48
+) -> dict[str, Any]:
+    """As `check_liveness`, with the new parameters and one layer in memory at a time."""
+    network = LayerStream(Transformer2ForCausalLM, config, output.tensors, torch.float32, set(new_names))
+    ids = training_tokens(config, length)
+    return follow(config, network.resident, lambda: _backward(network, ids))
+
+
+def _backward(network: LayerStream, ids: Tensor) -> float:
+    """Forward with the input of every layer kept, then backward layer by layer, each computed once more."""
+    run = Run([{"input_ids": ids}], cached=False)
+    (call,) = run.calls
+    network.enter([run])
+    entered, inputs = call.stream, []
+    with torch.no_grad():
+        for index in range(len(network)):
+            inputs.append(call.stream)
+            network.step(index, [run])
+    last = call.stream = _leaves(call.stream)
+    hidden = network.leave(run)
+    with network.head() as head:
+        loss = functional.cross_entropy(head(hidden)[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+        loss.backward()
+    gradients = [tensor.grad for tensor in last]
+    for index in reversed(range(len(network))):
+        call.stream = _leaves(inputs[index])
+        with network.layer(index):
+            _send_back(network.through(index, call), gradients)
+        gradients = [tensor.grad for tensor in call.stream]
+    _send_back(entered, gradients)
+    return loss.item()
+
+
+def _leaves(stream: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in stream)
+
+
+def _send_back(outputs: tuple[Tensor, ...], gradients: list[Tensor | None]) -> None:
+    pairs = zip(outputs, gradients, strict=True)
+    pairs = [(tensor, gradient) for tensor, gradient in pairs if tensor.requires_grad and gradient is not None]
+    if pairs:
+        torch.autograd.backward(*(list(part) for part in zip(*pairs, strict=True)))
+
+
+def training_tokens(config: Any, length: int) -> Tensor:
+    """Two rows [2, T] of random token ids."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(config.vocab_size, (2, min(length, config.max_position_embeddings)), generator=generator)
+
+
+def follow(config: Any, new: dict[str, nn.Parameter], backward: Callable[[], float]) -> dict[str, Any]:
+    """Three calls of `backward`, which leaves gradients and returns the loss, and two optimiser steps between them."""
+    expected = documented(config, list(new))
     result: dict[str, Any] = {"new_tensors": len(new), "documented": expected["dormant"], "idle": expected["idle"]}
     if new:
         optimizer = torch.optim.AdamW(new.values(), lr=LEARNING_RATE, weight_decay=0.0)
         losses = []
         for step in range(3):
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
             optimizer.zero_grad()
-            loss.backward()
-            losses.append(loss.item())
+            losses.append(backward())
             if step == 0:
                 result["dead_at_start"] = without_gradient(new, {*expected["dormant"], *expected["idle"]})
             if step < 2:

@@ -17,7 +17,8 @@ ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torc
 def probe_inputs(config: Any) -> dict[str, dict[str, Tensor]]:
     """Token ids [B, T] per probe, with mask or positions [B, T] where needed; no longer than the model's positions.
 
-    "packed" is a row of two documents, whose positions start again.
+    "packed" is a row of two documents, whose positions start again. The positions of "beyond" cross the end of the
+    window that the model was first trained with, where rope scaling sets in.
     """
     generator = torch.Generator().manual_seed(0)
     limit = config.max_position_embeddings
@@ -31,15 +32,25 @@ def probe_inputs(config: Any) -> dict[str, dict[str, Tensor]]:
     mask = torch.ones_like(padded)
     for row, padding in enumerate((0, 5, 11)):
         mask[row, : min(padding, padded.shape[1] - 1)] = 0
+    beyond = random_ids(1, 24)
+    start = max(0, original_window(config) - beyond.shape[1] // 2)
     packed = random_ids(1, 24)
     positions = torch.cat([torch.arange(packed.shape[1] // 2), torch.arange(-(-packed.shape[1] // 2))])
     return {
         "short": {"input_ids": short},
         "long": {"input_ids": long},
         "left_padded": {"input_ids": padded, "attention_mask": mask},
+        "right_padded": {"input_ids": padded, "attention_mask": mask.flip(1)},
+        "beyond": {"input_ids": beyond, "position_ids": torch.arange(start, start + beyond.shape[1]).unsqueeze(0)},
         "packed": {"input_ids": packed, "position_ids": positions.unsqueeze(0)},
         "cached": {"input_ids": cached},
     }
+
+
+def original_window(config: Any) -> int:
+    """How many positions the model was trained with before its window was stretched, if it was."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return rope.get("original_max_position_embeddings") or config.max_position_embeddings
 
 
 def _special_ids(config: Any) -> list[int]:
@@ -56,14 +67,21 @@ def run_probe(model: nn.Module, name: str, inputs: dict[str, Tensor]) -> Tensor:
         logits = model(**inputs, use_cache=False).logits
         mask = inputs.get("attention_mask")
         return logits.flatten(0, 1) if mask is None else logits[mask.bool()]
+    logits, cache = [], {}
+    for chunk in probe_chunks(name, inputs):
+        output = model(**chunk, use_cache=True, **cache)
+        logits.append(output.logits)
+        cache = {CACHE_FIELD: output[CACHE_FIELD]}
+    return torch.cat(logits, dim=1).flatten(0, 1)
+
+
+def probe_chunks(name: str, inputs: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The inputs of one probe, call by call: of "cached", a prefill and six single tokens."""
+    if name != "cached":
+        return [inputs]
     ids = inputs["input_ids"]
     prefill = max(1, ids.shape[1] - 6)
-    output = model(input_ids=ids[:, :prefill], use_cache=True)
-    logits = [output.logits]
-    for step in range(prefill, ids.shape[1]):
-        output = model(input_ids=ids[:, step : step + 1], use_cache=True, **{CACHE_FIELD: output[CACHE_FIELD]})
-        logits.append(output.logits)
-    return torch.cat(logits, dim=1).flatten(0, 1)
+    return [{"input_ids": part} for part in ids.split([prefill] + [1] * (ids.shape[1] - prefill), dim=1)]
 
 
 def rounding_allowed(config: Any, dtype: torch.dtype) -> float:

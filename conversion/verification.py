@@ -1,9 +1,12 @@
-"""The proof that a converted checkpoint is what it claims to be, at four levels; each includes those before it.
+"""The proof that a converted checkpoint is what it claims to be, at five levels; each includes those before it.
 
 L0 structure    tensors, index, config and files are those that source and options imply
 L1 bytes        the source's tensors and files are untouched
 L2 logits       bit-equal to stock Llama, in float32 and the stored type, also where only transformers is installed
 L3 gradients    every new parameter learns
+L4 quality      equal perplexity on a text, and the same continuations of prompts
+
+L2 to L4 run both networks, whole or (for models larger than memory) layer by layer.
 """
 
 import time
@@ -17,12 +20,10 @@ import transformers
 import transformer2
 from transformer2 import Transformer2Config
 from transformer2.conversion.checkpoints import Checkpoint, open_checkpoint, read_json
+from transformer2.conversion.computed import exceeds_memory, run_networks
 from transformer2.conversion.files import write_json
-from transformer2.conversion.liveness import check_liveness
 from transformer2.conversion.llama_sources import LlamaSource, check_llama
-from transformer2.conversion.logits import check_fresh_process, check_logits
 from transformer2.conversion.paths import FORBIDDEN, plain_os_errors, user_path
-from transformer2.conversion.probes import rounding_allowed, within
 from transformer2.conversion.sources import resolve_source
 from transformer2.conversion.structure import changed_files, check_bytes, check_structure, summary
 from transformer2.conversion.trained import (
@@ -35,7 +36,7 @@ from transformer2.conversion.trained import (
 from transformer2.errors import UserError
 
 RESULT = "verification.json"
-LEVELS = ("L0", "L1", "L2", "L3")
+LEVELS = ("L0", "L1", "L2", "L3", "L4")
 
 
 def known_level(level: str) -> str:
@@ -53,14 +54,17 @@ def verify(
     *,
     revision: str | None = None,
     fresh_process: bool = True,
+    stream_layers: bool | None = None,
+    text: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Check the converted folder `output` against its source (a folder or Hub name) up to `level`.
 
     Returns the result, whose "passed" says whether everything held; it is written to `verification.json` in `output`
     as well. A folder that `train` wrote is compared as far as training leaves things in place (L0 and L1), and "notes"
-    says so. `fresh_process=False` leaves out the part of L2 that starts a process without the package. Raises
-    UserError if one of the two cannot be read at all.
+    says so. `fresh_process=False` leaves out the part of L2 that starts a process without the package.
+    `stream_layers=True` has one layer of each network in memory at a time; None does so if they do not fit otherwise.
+    `text` is a file to score at L4. Raises UserError if one of the two cannot be read at all.
     """
     level = known_level(level)
     output = user_path(output)
@@ -72,7 +76,15 @@ def verify(
         )
     folder = resolve_source(source, output, revision).folder
     with plain_os_errors(output):
-        return run_checks(folder, output, level, fresh_process=fresh_process, progress=progress)
+        return run_checks(
+            folder,
+            output,
+            level,
+            fresh_process=fresh_process,
+            stream_layers=stream_layers,
+            text=None if text is None else user_path(text),
+            progress=progress,
+        )
 
 
 def run_checks(
@@ -81,6 +93,8 @@ def run_checks(
     level: str,
     *,
     fresh_process: bool = True,
+    stream_layers: bool | None = None,
+    text: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """As `verify`, with the source's folder found already."""
@@ -114,10 +128,10 @@ def run_checks(
                 for name, wrong in check_bytes(source, converted).items():
                     record("L1", name, not wrong, summary(wrong))
             if wanted >= 2 and sound:
-                _logits(source, output, record, fresh_process, say)
-            if wanted >= 3 and sound:
-                say("Following gradients")
-                _liveness(source, converted, record)
+                if stream_layers is None and (stream_layers := exceeds_memory(source)):
+                    say("The networks do not fit into memory whole, so they are compared layer by layer")
+                options = {"stream_layers": bool(stream_layers), "fresh_process": fresh_process, "text": text}
+                notes = run_networks(source, converted, wanted, record, **options, say=say)
     failures = [f"{check['level']} {check['name']}: {check['detail']}" for check in checks if not check["passed"]]
     result = {
         "level": level,
@@ -178,52 +192,3 @@ def _load_config(output: Path, record: Callable[..., None]) -> Transformer2Confi
     except Exception as error:  # an edited file may hold anything
         record("L0", "config", False, f"config.json does not load: {' '.join(str(error).split())}")
         return None
-
-
-def _logits(
-    source: LlamaSource, output: Path, record: Callable[..., None], fresh_process: bool, say: Callable[[str], None]
-) -> None:
-    config = Transformer2Config.from_pretrained(output)
-    for dtype in dict.fromkeys((torch.float32, source.dtype)):
-        allowed = rounding_allowed(config, dtype)
-        name = str(dtype).removeprefix("torch.")
-        say(f"Comparing logits in {name}")
-        for probe, figures in check_logits(source, output, dtype).items():
-            if probe == "loading":
-                record("L2", f"{name} loading", figures["bit_equal"], "; ".join(figures["problems"]) or "ok")
-            else:
-                detail = _describe(figures, allowed)
-                record("L2", f"{name} {probe}", within(figures, allowed), detail, allowed=allowed, **figures)
-    if fresh_process:
-        say("Loading in a process with transformers alone")
-        result = check_fresh_process(source, output, rounding_allowed(config, torch.float32))
-        record("L2", "without the package", result["bit_equal"], "; ".join(result["problems"]) or "same logits")
-
-
-def _describe(figures: dict[str, Any], allowed: float) -> str:
-    if figures["bit_equal"]:
-        return f"bit-equal on {figures['tokens']} tokens"
-    if within(figures, allowed):
-        share = figures["max_abs_diff"] / figures["largest_logit"]
-        return f"equal up to rounding: {share:.1e} of the largest logit, {allowed:.0e} allowed"
-    return (
-        f"logits differ by up to {figures['max_abs_diff']:.3g} (KL {figures['max_kl']:.3g}, top-1 agreement "
-        f"{figures['top1_agreement']:.1%}), first in {figures['first_difference']}"
-    )
-
-
-def _liveness(source: LlamaSource, converted: Checkpoint, record: Callable[..., None]) -> None:
-    new = [name for name in converted.tensors if name not in source.checkpoint.tensors]
-    result = check_liveness(converted.folder, new)
-    documented = sorted({*result["documented"], *result["idle"]})
-    wrong = sorted(set(result["dead_at_start"]) ^ set(documented))
-    total = f"{result['new_tensors']} new tensors"
-    if documented:
-        detail = f"{len(documented)} of {total} have no gradient yet, as documented: what they feed starts at zero"
-    else:
-        detail = f"each of {total} has a gradient"
-    record("L3", "step 0", not wrong, f"not as documented: {summary(wrong)}" if wrong else detail, **result)
-    wrong = sorted(set(result["dead_after_two_steps"]) - set(result["idle"]))
-    unused = f", but {len(result['idle'])} that this variant never uses" if result["idle"] else ""
-    detail = f"each of {total} has a gradient{unused}"
-    record("L3", "step 2", not wrong, f"without gradient: {summary(wrong)}" if wrong else detail)

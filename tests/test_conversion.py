@@ -69,7 +69,7 @@ def test_every_kind_of_llama(tmp_path, case):
 
     result = verify(source, output, "L3", fresh_process=False)
     assert result["passed"], result["failures"]
-    probes = {"short", "long", "left_padded", "packed", "cached", "loading"}
+    probes = {"short", "long", "left_padded", "right_padded", "beyond", "packed", "cached", "loading"}
     names = {check["name"] for check in result["checks"] if check["level"] == "L2"}
     assert names == {f"{str(d).removeprefix('torch.')} {probe}" for d in {torch.float32, dtype} for probe in probes}
     old = dict(llama.named_parameters())
