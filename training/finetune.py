@@ -32,14 +32,16 @@ from transformer2.conversion.trained import trained_everything, training_report
 from transformer2.errors import CheckFailed, UserError
 from transformer2.training import diagnosis, parameters, precision, schedule
 from transformer2.training.arms import is_comparison
-from transformer2.training.evaluation import likelihood, score, token_losses
+from transformer2.training.bypass import check_has_original
+from transformer2.training.evaluation import likelihood, score
 from transformer2.training.isolation import check_isolation
 from transformer2.training.loading import find_checkpoint, load_model, load_tokenizer, stored_dtypes
+from transformer2.training.loss import batch_loss
 from transformer2.training.packing import Row, Rows, collate
 from transformer2.training.progress import Progress
 from transformer2.training.rows import load_rows
 from transformer2.training.saving import check_frozen, check_output, write_checkpoint
-from transformer2.training.settings import OptimisationSettings, Settings, check, load_settings
+from transformer2.training.settings import LossSettings, OptimisationSettings, Settings, check, load_settings
 
 
 @plain_os_errors()
@@ -87,6 +89,8 @@ def run(
 
     model = load_model(source, precision.load_dtype(chosen, optimisation.train, set(dtypes.values())))
     rows.check_vocabulary(model.config.vocab_size)
+    if settings.loss.kl:
+        check_has_original(model, optimisation.train == "all")
     parameters.select(model, optimisation.train, optimisation.frozen)
     precision.make_masters(model)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
@@ -112,7 +116,7 @@ def run(
             began = time.perf_counter()
             learning_rates = {group["kind"]: group["lr"] for group in optimizer.param_groups}
             step_rows = rows.for_step(step - 1, optimisation.rows_per_step, optimisation.seed)
-            loss = accumulate(accelerator, model, step_rows, optimisation.rows_per_batch)
+            loss = accumulate(accelerator, model, step_rows, optimisation.rows_per_batch, settings.loss)
             norm = accelerator.clip_grad_norm_(trained, optimisation.clip or math.inf).item()
             check_finite(loss, norm, step)
             optimizer.step()
@@ -201,7 +205,13 @@ def learning_rate_factor(optimisation: OptimisationSettings):
     )
 
 
-def accumulate(accelerator: Accelerator, model, step_rows: list[Row], rows_per_batch: int) -> float:
+def accumulate(
+    accelerator: Accelerator,
+    model,
+    step_rows: list[Row],
+    rows_per_batch: int,
+    loss: LossSettings = LossSettings(),  # noqa: B008 (never changed)
+) -> float:
     """Add the gradient of one optimiser step's mean loss to the parameters' gradients, and return that loss.
 
     step_rows: of all processes; each takes its share, in micro-batches of `rows_per_batch` rows.
@@ -214,7 +224,8 @@ def accumulate(accelerator: Accelerator, model, step_rows: list[Row], rows_per_b
         with contextlib.nullcontext() if last else accelerator.no_sync(model):
             batch = collate(mine[begin : begin + rows_per_batch], accelerator.device)
             labels = batch.pop("labels")
-            share = token_losses(model(**batch, use_cache=False).logits, labels) / targets
+            network = accelerator.unwrap_model(model)
+            share = batch_loss(model, network, batch, labels, kl=loss.kl, temperature=loss.temperature) / targets
             accelerator.backward(share * accelerator.num_processes)  # gradients are averaged over the processes
             total += share.detach()
     return accelerator.reduce(total, reduction="sum").item()

@@ -113,6 +113,20 @@ class OptimisationSettings:
 
 
 @dataclass
+class LossSettings:
+    """What is minimised besides the cross-entropy.
+
+    kl: weight of the divergence KL(original || model) per token, which keeps a retrofit near the pretrained model; 0:
+        none. The original is the network itself without its new operators, so this costs a forward pass, no memory for
+        a second model, and does not go with `optimisation.train: all`.
+    temperature: at which the two distributions are compared.
+    """
+
+    kl: float = 0.0
+    temperature: float = 1.0
+
+
+@dataclass
 class EvaluationSettings:
     """When the held-out text is evaluated, besides before the first and after the last step.
 
@@ -137,7 +151,7 @@ class Settings:
         (nothing is erased, and sublayers write their output alone).
     variants: instead of the model's own, train each of these RESIDUAL[+LOCAL_MIXER] presets on it.
     seeds: train everything once for each of these seeds; empty: for `optimisation.seed` alone.
-    data, optimisation, evaluation: see the classes of these names.
+    data, optimisation, loss, evaluation: see the classes of these names.
     """
 
     model: str | dict[str, Any] = ""
@@ -149,6 +163,7 @@ class Settings:
     seeds: list[int] = field(default_factory=list)
     data: DataSettings = field(default_factory=DataSettings)
     optimisation: OptimisationSettings = field(default_factory=OptimisationSettings)
+    loss: LossSettings = field(default_factory=LossSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
 
 
@@ -214,6 +229,8 @@ def check(settings: Settings) -> None:
         raise UserError(
             "data.eval_fraction splits the training text, so it does not go with data.eval: drop one of them."
         )
+    if not 0 <= settings.loss.kl < math.inf or not 0 < settings.loss.temperature < math.inf:
+        raise UserError("loss.kl must not be negative, loss.temperature greater than 0, and both finite.")
     for pattern in optimisation.frozen:
         try:
             re.compile(pattern)
