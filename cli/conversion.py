@@ -15,6 +15,21 @@ Level = Annotated[
 ]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")]
 
+Residual = Annotated[
+    str | None, typer.Option(help="Residual connection, see `transformer2 variants`.", show_default="the source's")
+]
+LocalMixer = Annotated[
+    str | None, typer.Option(help="Local mixer, see `transformer2 variants`.", show_default="the source's")
+]
+Preset = Annotated[
+    str | None,
+    typer.Option(help="Recommended options: RESIDUAL[+LOCAL_MIXER]-SIZE, see `transformer2 variants --presets`."),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="AXIS.KEY=VALUE", help="An option, e.g. residual.value_channels=4; repeatable."),
+]
+
 
 def add_commands(app: typer.Typer) -> None:
     """Register the commands of this file."""
@@ -27,21 +42,10 @@ def convert(
         str, typer.Argument(help="A Llama or a relative: a folder, a model on the Hub, or a .gguf file.")
     ],
     output: Annotated[str, typer.Argument(help="The folder to make.")],
-    residual: Annotated[
-        str | None,
-        typer.Option(help="Residual connection, see `transformer2 variants`.", show_default="the source's"),
-    ] = None,
-    local_mixer: Annotated[
-        str | None, typer.Option(help="Local mixer, see `transformer2 variants`.", show_default="the source's")
-    ] = None,
-    preset: Annotated[
-        str | None,
-        typer.Option(help="Recommended options: RESIDUAL[+LOCAL_MIXER]-SIZE, see `transformer2 variants --presets`."),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="AXIS.KEY=VALUE", help="An option, e.g. residual.value_channels=4; repeatable."),
-    ] = None,
+    residual: Residual = None,
+    local_mixer: LocalMixer = None,
+    preset: Preset = None,
+    settings: Settings = None,
     level: Annotated[str, typer.Option("--verify", help="Proof required before the output appears: L0 to L4.")] = "L3",
     materialize: Annotated[
         str, typer.Option(help="How the base shards get there: auto (clone, else copy), link, reflink or copy.")

@@ -85,7 +85,7 @@ def convert(
         _require_apart(origin.folder, output)
         llama = check_llama(open_checkpoint(origin.folder), assume_tied)
         config = build_config(llama, residual, local_mixer)
-        if (departure := departs_from_identity(config, llama)) and verify in ("L2", "L3"):
+        if (departure := departs_from_identity(config, llama)) and verify not in ("L0", "L1"):
             raise UserError(
                 f"{departure} does not start as the source model, so its logits cannot be equal: leave the form at "
                 "'identity', or use verify='L1' (--verify L1 on the command line) to convert "

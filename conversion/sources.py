@@ -1,5 +1,7 @@
 """Where a source model comes from: a folder, a GGUF file, or a model on the Hub."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ UNWANTED_SUFFIXES = (
     *(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack", ".npz", ".npy", ".ot"),
     *(".onnx", ".onnx_data", ".tflite", ".mlmodel", ".gguf", ".ggml", ".py", ".pyc"),
 )
+IGNORED = [f"*{suffix}" for suffix in UNWANTED_SUFFIXES] + ["consolidated*", "original/*"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,12 @@ def resolve_source(source: str | Path, output: Path, revision: str | None = None
         _refuse_revision(revision)
         folder, facts = dequantise(path, output)
         return Source(folder, path.name, gguf=facts)
+    return local_source(source, revision) or _download(str(source), revision)
+
+
+def local_source(source: str | Path, revision: str | None = None) -> Source | None:
+    """The folder that `source` names, or None if it is the name of a model on the Hub. Raises UserError for others."""
+    path = user_path(source)
     if path.is_file():
         raise UserError(f"{source} is a file: give the folder of the model, or a .gguf file.")
     if path.is_dir():
@@ -43,7 +52,7 @@ def resolve_source(source: str | Path, output: Path, revision: str | None = None
         return Source(path, path.resolve().name)
     if path.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") > 1:
         raise UserError(f"There is no folder {source}.")
-    return _download(str(source), revision)
+    return None
 
 
 def _refuse_revision(revision: str | None) -> None:
@@ -55,6 +64,15 @@ def _refuse_revision(revision: str | None) -> None:
 
 def _download(repo_id: str, revision: str | None) -> Source:
     from huggingface_hub import snapshot_download
+
+    with hub_errors(repo_id, revision):
+        folder = Path(snapshot_download(repo_id, revision=revision, ignore_patterns=IGNORED))
+    return Source(folder, repo_id, commit=folder.name)
+
+
+@contextlib.contextmanager
+def hub_errors(repo_id: str, revision: str | None) -> Iterator[None]:
+    """Whatever keeps a model of the Hub from us becomes a UserError, one sentence with the remedy."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -64,9 +82,8 @@ def _download(repo_id: str, revision: str | None) -> Source:
         RevisionNotFoundError,
     )
 
-    ignored = [f"*{suffix}" for suffix in UNWANTED_SUFFIXES] + ["consolidated*", "original/*"]
     try:
-        folder = Path(snapshot_download(repo_id, revision=revision, ignore_patterns=ignored))
+        yield
     except HFValidationError:
         raise UserError(f"{repo_id!r} is neither a folder nor the name of a model on the Hub.") from None
     except GatedRepoError:
@@ -86,4 +103,3 @@ def _download(repo_id: str, revision: str | None) -> Source:
             f"There is no folder {repo_id!r}, no model of that name in the cache, and the Hub cannot be reached; "
             "go online, or give a folder."
         ) from None
-    return Source(folder, repo_id, commit=folder.name)
