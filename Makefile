@@ -8,7 +8,7 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY = 1
 
-.PHONY: demo test test-slow test-oldest check style install bench clean
+.PHONY: demo test test-slow test-oldest test-versions hf-suite check style install bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m transformer2_cli.demo $(if $(MODEL),--model "$(MODEL)") --out "$(OUT)"
@@ -24,6 +24,13 @@ test-oldest:
 	$(MAKE) $(VENV)-oldest/.dev VENV=$(VENV)-oldest
 	$(VENV)-oldest/bin/python -m pip install "transformers==5.15.*"
 	$(VENV)-oldest/bin/python -m pytest -q -n $(WORKERS) -m "not slow"
+
+test-versions: test test-oldest
+
+# The tests of transformers itself, for every variant next to stock Llama; about 25 minutes.
+hf-suite: $(VENV)/.dev
+	$(BIN)/python -m pip install parameterized
+	$(BIN)/python tests/hf_suite/run.py --workers $(WORKERS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from steady import keep_memory
 from tqdm import tqdm
 from transformers import DynamicCache
 
@@ -112,6 +113,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/decoding"))
     options = parser.parse_args()
     torch.set_num_threads(1)
+    keep_memory()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     figures: dict[str, dict[str, float]] = {}
     for name in tqdm(options.only or list(VARIANTS), disable=None):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from steady import keep_memory
 from tqdm import tqdm
 
 from transformer2 import Transformer2Config, Transformer2ForCausalLM
@@ -170,6 +171,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/depth"))
     options = parser.parse_args()
     torch.set_num_threads(1)
+    keep_memory()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     names = options.only or list(VARIANTS)
     figures: dict[str, dict[str, float]] = {"standard": {}}

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from steady import keep_memory
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
@@ -87,6 +88,9 @@ def whole_mixer(config: Transformer2Config, length: int, rounds: int) -> tuple[f
     positions, figures = torch.arange(length)[None], []
     for place in local_places(config, 0):
         mixer = build_local_mixer(config, 0, place)
+        for module in mixer.modules():  # a model does that; numbers as memory holds them may be slow ones
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
         x = torch.randn(1, length, width_of(config, place))
         figures.append(measure(lambda x=x, m=mixer: m(x, position_ids=positions, token_index=positions), rounds))
     return sum(seconds for seconds, _ in figures), max(peak for _, peak in figures)
@@ -145,6 +149,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/mixers"))
     options = parser.parse_args()
     torch.set_num_threads(1)
+    keep_memory()
     torch.manual_seed(0)
     rows = []
     for length in tqdm(options.lengths, disable=None):

@@ -12,6 +12,7 @@ import statistics
 import time
 
 import torch
+from steady import keep_memory
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from transformer2 import Transformer2Config, Transformer2ForCausalLM
@@ -47,6 +48,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    keep_memory()
     torch.manual_seed(0)
     sizes = {
         "vocab_size": 2048,

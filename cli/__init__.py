@@ -11,7 +11,14 @@ from typing import Annotated
 
 import typer
 
-from . import conversion, generation, looking, planning, training
+from . import (
+    conversion,
+    data,
+    generation,
+    looking,
+    planning,
+    training,
+)
 
 app = typer.Typer(
     name="transformer2",
@@ -21,11 +28,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-planning.add_commands(app)
-conversion.add_commands(app)
-looking.add_commands(app)
-training.add_commands(app)
-generation.add_commands(app)
+for room in (
+    planning,
+    conversion,
+    looking,
+    data,
+    training,
+    generation,
+):
+    room.add_commands(app)
 INTERRUPTED = "Interrupted; nothing was left half-written."
 
 

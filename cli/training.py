@@ -66,7 +66,9 @@ def train(
         raise
     finally:
         _leave_process_group()
-    if main_process:
+    if main_process and "sentence" in report:  # of a comparison
+        print(json.dumps(report, indent=2) if as_json else f"{report['sentence']}\nWrote {settings.output}/report.md.")
+    elif main_process:
         for warning in report["warnings"]:
             print(f"Warning: {warning}", file=sys.stderr)
         print(json.dumps(report, indent=2) if as_json else _train_summary(report, settings.output))

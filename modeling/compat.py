@@ -36,7 +36,7 @@ def takes_either_cache_name(forward: Callable) -> Callable:
         if "past_key_values" in kwargs:
             past_key_values = kwargs.pop("past_key_values")
             if CACHE_FIELD == "cache":
-                warnings.warn("`past_key_values` is now called `cache`.", FutureWarning, stacklevel=2)
+                warnings.warn("`past_key_values` is deprecated, use `cache`.", FutureWarning, stacklevel=2)
             kwargs["cache"] = past_key_values if kwargs.get("cache") is None else kwargs["cache"]
         return forward(self, *args, **kwargs)
 

@@ -255,11 +255,13 @@ class Transformer2Model(Transformer2PreTrainedModel):
 
     def _keep_in_float32(self, names: tuple[str, ...]) -> None:
         """Modules of these names stay float32 in a half-precision model, however it is made, and unquantised."""
-        self._keep_in_fp32_modules = self._keep_in_fp32_modules_strict = names
-        for name, module in self.named_modules():
-            if name.rpartition(".")[2] in names:
-                for parameter in module.parameters():
-                    parameter.data = parameter.data.to(at_least_float32(parameter.dtype))
+        modules = {name: module for name, module in self.named_modules() if name.rpartition(".")[2] in names}
+        present = {name.rpartition(".")[2] for name in modules}
+        # Both: bfloat16 needs the strict list, quantisers look at the other one only.
+        self._keep_in_fp32_modules, self._keep_in_fp32_modules_strict = set(present), set(present)
+        for module in modules.values():
+            for parameter in module.parameters():
+                parameter.data = parameter.data.to(at_least_float32(parameter.dtype))
 
     def _number_left_contexts(self) -> None:
         """Give every `LeftContext` a slot of its own in its layer's row of the cache."""

@@ -177,7 +177,7 @@ def test_the_old_name_of_the_cache():
     cache = DynamicCache(config=model.config)
     model(tokens(1, 4), cache=cache, use_cache=True)
     if CACHE_FIELD == "cache":
-        with pytest.warns(FutureWarning, match="now called `cache`"):
+        with pytest.warns(FutureWarning, match="`past_key_values` is deprecated"):
             old = model(tokens(1, 1), past_key_values=cache, use_cache=True)
     else:
         old = model(tokens(1, 1), past_key_values=cache, use_cache=True)

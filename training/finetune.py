@@ -31,14 +31,17 @@ from transformer2.conversion.publishing import PartialFolder, partial_folder, pu
 from transformer2.conversion.trained import trained_everything, training_report
 from transformer2.errors import CheckFailed, UserError
 from transformer2.training import diagnosis, parameters, precision, schedule
-from transformer2.training.data import hold_out, read_documents, tokenize
-from transformer2.training.evaluation import likelihood, score, token_losses
+from transformer2.training.arms import is_comparison
+from transformer2.training.bypass import check_has_original
+from transformer2.training.evaluation import likelihood, score
 from transformer2.training.isolation import check_isolation
 from transformer2.training.loading import find_checkpoint, load_model, load_tokenizer, stored_dtypes
-from transformer2.training.packing import Row, Rows, collate, order
+from transformer2.training.loss import batch_loss
+from transformer2.training.packing import Row, Rows, collate
 from transformer2.training.progress import Progress
+from transformer2.training.rows import load_rows
 from transformer2.training.saving import check_frozen, check_output, write_checkpoint
-from transformer2.training.settings import OptimisationSettings, Settings, check, load_settings
+from transformer2.training.settings import LossSettings, OptimisationSettings, Settings, check, load_settings
 
 
 @plain_os_errors()
@@ -47,11 +50,17 @@ def train(config: Settings | Mapping[str, Any] | str | Path) -> dict[str, Any]:
 
     Writes the checkpoint folder `output` and returns its training_report.json: loss, gradient norm and learning rates
     of every step, held-out perplexity, tokens, seconds, tokens per second, parameters, warnings.
+    Settings that ask for a control run, nulls, variants, seeds or random weights give a comparison, see
+    `training.comparison`.
     Raises UserError for bad input, CheckFailed where a loss or gradient is not finite or a frozen tensor changed; then
     nothing is written.
     """
     settings = config if isinstance(config, Settings) else load_settings(config)
     check(settings)
+    if is_comparison(settings):
+        from transformer2.training.comparison import compare
+
+        return compare(settings)
     source, output = find_checkpoint(settings.model), Path(os.path.abspath(user_path(settings.output)))
     check_output(output, source, settings.overwrite)
     accelerator, chosen = start(settings.optimisation)
@@ -79,8 +88,10 @@ def run(
         rows, held_out = load_rows(settings, tokenizer)
 
     model = load_model(source, precision.load_dtype(chosen, optimisation.train, set(dtypes.values())))
-    check_vocabulary(model, rows)
-    parameters.select(model, optimisation.train)
+    rows.check_vocabulary(model.config.vocab_size)
+    if settings.loss.kl:
+        check_has_original(model, optimisation.train == "all")
+    parameters.select(model, optimisation.train, optimisation.frozen)
     precision.make_masters(model)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -94,7 +105,7 @@ def run(
     optimizer = torch.optim.AdamW(groups, betas=tuple(optimisation.betas))
     scheduler = LambdaLR(optimizer, learning_rate_factor(optimisation))  # not prepared: it would step once per process
     model, optimizer = accelerator.prepare(model, optimizer)
-    check_isolation(accelerator.unwrap_model(model), rows, accelerator.device)
+    check_isolation(accelerator.unwrap_model(model), rows.sample(), accelerator.device)
 
     history, evaluations = [], []
     num_tokens, seconds = 0, 0.0  # seconds of training alone
@@ -104,8 +115,8 @@ def run(
         for step in range(1, optimisation.steps + 1):
             began = time.perf_counter()
             learning_rates = {group["kind"]: group["lr"] for group in optimizer.param_groups}
-            step_rows = [rows[i] for i in order(step - 1, optimisation.rows_per_step, len(rows), optimisation.seed)]
-            loss = accumulate(accelerator, model, step_rows, optimisation.rows_per_batch)
+            step_rows = rows.for_step(step - 1, optimisation.rows_per_step, optimisation.seed)
+            loss = accumulate(accelerator, model, step_rows, optimisation.rows_per_batch, settings.loss)
             norm = accelerator.clip_grad_norm_(trained, optimisation.clip or math.inf).item()
             check_finite(loss, norm, step)
             optimizer.step()
@@ -127,7 +138,7 @@ def run(
         "processes": accelerator.num_processes,
         "parameters": counts,
         "pretrained_changed": optimisation.train == "all" or trained_everything(training_report(source) or {}),
-        "rows": len(rows),
+        "rows": rows.count,
         "tokens": num_tokens,
         "seconds": seconds,
         "tokens_per_second": num_tokens / seconds,
@@ -139,6 +150,8 @@ def run(
     }
     if partial is not None:
         write_checkpoint(accelerator.unwrap_model(model, keep_fp32_wrapper=False), partial.path, source, dtypes)
+        if settings.data.chat_template:
+            (partial.path / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
         check_frozen(partial.path, source, frozen)
         write_json(partial.path / "training_report.json", report)
         publish(partial, output)
@@ -177,30 +190,6 @@ def start(optimisation: OptimisationSettings) -> tuple[Accelerator, str]:
     return accelerator, chosen
 
 
-def load_rows(settings: Settings, tokenizer) -> tuple[Rows, Rows | None]:
-    """The rows to train on, where documents end with the end-of-text token, and those held out: the bare text."""
-    data, seed = settings.data, settings.optimisation.seed
-    source = {"text_column": data.text_column, "separator": data.separator, "split": data.split, "name": data.name}
-    splits = data.eval is None and (data.eval_tokens or data.eval_fraction)
-    text = tokenize(read_documents(data.train, **source), tokenizer, count_bytes=bool(splits))
-    held_out = None
-    if data.eval is not None:
-        held_out = tokenize(read_documents(data.eval, **source), tokenizer, count_bytes=True).head(data.eval_tokens)
-    elif splits:
-        text, held_out = hold_out(text, data.eval_tokens or math.ceil(data.eval_fraction * len(text)), seed)
-    rows = text.with_end(tokenizer.eos_token_id).rows(data.sequence_length)
-    return rows, None if held_out is None else held_out.rows(data.sequence_length)
-
-
-def check_vocabulary(model, rows: Rows) -> None:
-    """Raise UserError for a tokenizer that knows more tokens than the model."""
-    if (largest := int(rows.text.tokens.max())) >= model.config.vocab_size:
-        raise UserError(
-            f"The tokenizer made token {largest}, but the model knows only {model.config.vocab_size}: they do not "
-            "belong together."
-        )
-
-
 def enable_checkpointing(model) -> None:
     """Recompute layers in the backward pass; the reentrant kind would lose the gradient behind frozen embeddings."""
     if hasattr(model, "activation_checkpointing_enable"):  # the older name goes in transformers 6
@@ -216,7 +205,13 @@ def learning_rate_factor(optimisation: OptimisationSettings):
     )
 
 
-def accumulate(accelerator: Accelerator, model, step_rows: list[Row], rows_per_batch: int) -> float:
+def accumulate(
+    accelerator: Accelerator,
+    model,
+    step_rows: list[Row],
+    rows_per_batch: int,
+    loss: LossSettings = LossSettings(),  # noqa: B008 (never changed)
+) -> float:
     """Add the gradient of one optimiser step's mean loss to the parameters' gradients, and return that loss.
 
     step_rows: of all processes; each takes its share, in micro-batches of `rows_per_batch` rows.
@@ -229,7 +224,8 @@ def accumulate(accelerator: Accelerator, model, step_rows: list[Row], rows_per_b
         with contextlib.nullcontext() if last else accelerator.no_sync(model):
             batch = collate(mine[begin : begin + rows_per_batch], accelerator.device)
             labels = batch.pop("labels")
-            share = token_losses(model(**batch, use_cache=False).logits, labels) / targets
+            network = accelerator.unwrap_model(model)
+            share = batch_loss(model, network, batch, labels, kl=loss.kl, temperature=loss.temperature) / targets
             accelerator.backward(share * accelerator.num_processes)  # gradients are averaged over the processes
             total += share.detach()
     return accelerator.reduce(total, reduction="sum").item()
@@ -269,7 +265,9 @@ def shareable(settings: Settings) -> dict[str, Any]:
         return Path(value).name if isinstance(value, str) and Path(value).exists() else value
 
     tree = dataclasses.asdict(settings)
-    tree["model"], tree["output"] = last_part(settings.model), Path(settings.output).name
+    names = settings.model.items() if isinstance(settings.model, dict) else ()
+    tree["model"] = {key: last_part(value) for key, value in names} or last_part(settings.model)
+    tree["output"] = Path(settings.output).name
     tree["data"]["train"], tree["data"]["eval"] = last_part(settings.data.train), last_part(settings.data.eval)
     return tree
 

@@ -1,5 +1,7 @@
 """Which parameters are new, which are trained, and in which optimiser group each one is."""
 
+import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import nn
@@ -8,13 +10,17 @@ from transformer2.conversion.new_parameters import is_new
 from transformer2.errors import UserError
 
 
-def select(model: nn.Module, train: Literal["new", "all"]) -> None:
+def select(model: nn.Module, train: Literal["new", "all"], frozen: Sequence[str] = ()) -> None:
     """Let gradients reach the parameters that are to be trained, and no others.
 
-    Raises UserError where that leaves none.
+    frozen: regular expressions of names that are not trained in any case. Raises UserError where that leaves none.
     """
+    for pattern in frozen:
+        if not any(re.search(pattern, name) for name, _ in model.named_parameters()):
+            raise UserError(f"optimisation.frozen: no parameter has a name like {pattern!r}.")
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(train == "all" or is_new(name))
+        kept = any(re.search(pattern, name) for pattern in frozen)
+        parameter.requires_grad_((train == "all" or is_new(name)) and not kept)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(
             "This model has no trainable parameter with optimisation.train=new, because it has no new residual and no "

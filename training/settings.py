@@ -7,6 +7,7 @@ setting can never be ignored in silence.
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,15 @@ class DataSettings:
     separator: the string between documents of a text file; null: a text file is one document.
     split: the split of a hub data set or data set folder.
     name: the configuration of a hub data set that has several.
+    kind: what the examples are. "text"; "prompt_completion" (columns prompt and completion, of which the completion is
+        learned); "chat" (a column messages, of which the assistant's turns are learned); "tokens" (a column input_ids,
+        and labels where not all count); null: as the columns say.
+    chat_template: a file with the template of chats, or a folder of a model that has one; null: the tokenizer's own.
+    packing: "best_fit" (no document that fits into a row is cut) or "concatenated" (rows without a gap); documents
+        never see each other in either.
+    streaming: read tables bit by bit while training, rather than before; needs `eval` for an evaluation.
     sequence_length: tokens per row, at least 2.
+    hold_out_seed: which documents are held back; null: as `optimisation.seed` says.
     """
 
     train: str | list[str] = ""
@@ -44,7 +53,12 @@ class DataSettings:
     separator: str | None = None
     split: str = "train"
     name: str | None = None
+    kind: Literal["text", "prompt_completion", "chat", "tokens"] | None = None
+    chat_template: str | None = None
+    packing: Literal["best_fit", "concatenated"] = "best_fit"
+    streaming: bool = False
     sequence_length: int = 1024
+    hold_out_seed: int | None = None
 
 
 @dataclass
@@ -65,6 +79,7 @@ class OptimisationSettings:
     """What is trained, and how.
 
     train: "new", the residuals and local mixers only, or "all".
+    frozen: regular expressions; parameters whose name one of them is found in are not trained, whatever `train` says.
     steps: optimiser steps.
     rows_per_step: rows of `sequence_length` tokens in one optimiser step, over all processes.
     rows_per_batch: rows in one forward pass of one process; the rest of a step is accumulated.
@@ -81,6 +96,7 @@ class OptimisationSettings:
     """
 
     train: Literal["new", "all"] = "new"
+    frozen: list[str] = field(default_factory=list)
     steps: int = 100
     rows_per_step: int = 8
     rows_per_batch: int = 1
@@ -94,6 +110,20 @@ class OptimisationSettings:
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     gradient_checkpointing: bool = False
     seed: int = 0
+
+
+@dataclass
+class LossSettings:
+    """What is minimised besides the cross-entropy.
+
+    kl: weight of the divergence KL(original || model) per token, which keeps a retrofit near the pretrained model; 0:
+        none. The original is the network itself without its new operators, so this costs a forward pass, no memory for
+        a second model, and does not go with `optimisation.train: all`.
+    temperature: at which the two distributions are compared.
+    """
+
+    kl: float = 0.0
+    temperature: float = 1.0
 
 
 @dataclass
@@ -112,17 +142,28 @@ class EvaluationSettings:
 class Settings:
     """One training run.
 
-    model: the checkpoint to start from: a folder, or a hub name.
+    model: the checkpoint to start from: a folder, or a hub name. Or random weights: {preset: ddl-135m, tokenizer:
+        path/to/a/model}, with fields of the configuration to change, such as num_hidden_layers, besides.
     output: the folder to write; it appears only when the run has succeeded.
     overwrite: replace an output folder that is there already.
-    data, optimisation, evaluation: see the classes of these names.
+    control: train the plain model, too, on the same data, order and steps, and report whether the variant helped.
+    nulls: with a DDL retrofit, also train it without a part: "write_only" (nothing is ever erased) or "gate_only"
+        (nothing is erased, and sublayers write their output alone).
+    variants: instead of the model's own, train each of these RESIDUAL[+LOCAL_MIXER] presets on it.
+    seeds: train everything once for each of these seeds; empty: for `optimisation.seed` alone.
+    data, optimisation, loss, evaluation: see the classes of these names.
     """
 
-    model: str = ""
+    model: str | dict[str, Any] = ""
     output: str = ""
     overwrite: bool = False
+    control: bool = False
+    nulls: list[str] = field(default_factory=list)
+    variants: list[str] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
     data: DataSettings = field(default_factory=DataSettings)
     optimisation: OptimisationSettings = field(default_factory=OptimisationSettings)
+    loss: LossSettings = field(default_factory=LossSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
 
 
@@ -188,6 +229,13 @@ def check(settings: Settings) -> None:
         raise UserError(
             "data.eval_fraction splits the training text, so it does not go with data.eval: drop one of them."
         )
+    if not 0 <= settings.loss.kl < math.inf or not 0 < settings.loss.temperature < math.inf:
+        raise UserError("loss.kl must not be negative, loss.temperature greater than 0, and both finite.")
+    for pattern in optimisation.frozen:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise UserError(f"optimisation.frozen: {pattern!r} is no regular expression ({error}).") from None
     if data.eval_fraction is not None and data.eval_tokens is not None:
         raise UserError("Give data.eval_fraction or data.eval_tokens, not both.")
 
@@ -249,6 +297,8 @@ def _convert(value: Any, annotation: Any, name: str) -> Any:
             return value
         if origin is list and isinstance(value, list | tuple):
             return [_convert(item, typing.get_args(kind)[0], name) for item in value]
+        if origin is dict and isinstance(value, Mapping):
+            return dict(value)
         if kind is type(None) and value is None:
             return None
         if kind is float and not isinstance(value, bool) and isinstance(value, int | float | str):
@@ -262,4 +312,5 @@ def _convert(value: Any, annotation: Any, name: str) -> Any:
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    return typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    several = typing.get_origin(annotation) in (types.UnionType, typing.Union)  # the latter: Literal[...] | None
+    return typing.get_args(annotation) if several else (annotation,)
