@@ -1,7 +1,9 @@
 """Commands around conversion: convert and verify. Results go to stdout, everything else to stderr."""
 
+import contextlib
 import json
 import sys
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import typer
@@ -78,22 +80,17 @@ def convert(
     from transformer2 import conversion
     from transformer2.errors import CheckFailed
 
+    options = {
+        "overwrite": overwrite,
+        "resume": resume,
+        "revision": revision,
+        "seed": seed,
+        "assume_tied": assume_tied,
+    }
+    options |= {"materialize": materialize, "dtype": dtype, "max_shard_size": max_shard_size}
     try:
-        report = conversion.convert(
-            source,
-            output,
-            **choices,
-            verify=level,
-            materialize=materialize,
-            overwrite=overwrite,
-            resume=resume,
-            revision=revision,
-            seed=seed,
-            assume_tied=assume_tied,
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-            progress=say,
-        )
+        with progress_bar() as tell:
+            report = conversion.convert(source, output, **choices, **options, verify=level, progress=tell)
     except CheckFailed as failed:
         if result := getattr(failed, "report", None):
             show_checks(result)
@@ -127,9 +124,9 @@ def verify(
     from transformer2 import conversion
     from transformer2.errors import CheckFailed
 
-    result = conversion.verify(
-        source, output, level, revision=revision, stream_layers=stream_layers, text=text, progress=say
-    )
+    options = {"revision": revision, "stream_layers": stream_layers, "text": text}
+    with progress_bar() as tell:
+        result = conversion.verify(source, output, level, **options, progress=tell)
     show_checks(result)
     for note in result["notes"]:
         say(f"Note: {note}")
@@ -192,7 +189,39 @@ def parse_value(text: str) -> Any:
 
 
 def say(message: str) -> None:
+    """Tell the user something that is no result."""
     print(message, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Callable[[str], None]]:
+    """What to tell each step to. On a terminal there is a line with bytes and speed, elsewhere a line per step."""
+    if not sys.stderr.isatty():
+        yield lambda message: None if message.startswith("Layer ") else say(message)
+        return
+    from rich.console import Console
+    from rich.progress import (
+        DownloadColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TransferSpeedColumn,
+    )
+
+    from transformer2.conversion.checkpoints import watching_bytes
+
+    columns = SpinnerColumn(), TextColumn("{task.description}"), DownloadColumn(), TransferSpeedColumn()
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def tell(message: str) -> None:
+            if not message.startswith("Layer "):
+                bar.console.print(message, markup=False, highlight=False)
+            bar.update(task, description=message.replace("[", "("), completed=0)
+
+        with watching_bytes(lambda count: bar.advance(task, count)):
+            yield tell
 
 
 def print_json(value: Any) -> None:

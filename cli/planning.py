@@ -14,6 +14,7 @@ from .conversion import (
     StreamLayers,
     parse_settings,
     print_json,
+    progress_bar,
     say,
 )
 
@@ -60,7 +61,8 @@ def strip(
     """Go back to the plain checkpoint: the source byte for byte, or an equal export; exit code 1 if there is none."""
     from transformer2 import conversion
 
-    report = conversion.strip(folder, output, overwrite=overwrite, stream_layers=stream_layers, progress=say)
+    with progress_bar() as tell:
+        report = conversion.strip(folder, output, overwrite=overwrite, stream_layers=stream_layers, progress=tell)
     for warning in report["warnings"]:
         say(f"Note: {warning}")
     if as_json:

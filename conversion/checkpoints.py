@@ -4,11 +4,13 @@ A safetensors file is 8 bytes of header length, a JSON header, then the tensors'
 because verification needs the byte ranges, which the library's reader keeps to itself.
 """
 
+import contextlib
 import hashlib
 import json
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ SINGLE_NAME = "model.safetensors"
 PROVENANCE = "transformer2_conversion.json"  # what a conversion says about itself, and the list of its files
 BUFFER_SIZE = 4 * 2**20  # two of them are in memory at times
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+_watcher: ContextVar[Callable[[int], None] | None] = ContextVar("watcher", default=None)
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,22 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     return entries
 
 
+@contextlib.contextmanager
+def watching_bytes(callback: Callable[[int], None]) -> Iterator[None]:
+    """`callback` is told meanwhile how many bytes were read from or copied between files."""
+    token = _watcher.set(callback)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+
+
+def tell_bytes(count: int) -> None:
+    """Tell whoever watches that so many bytes were handled."""
+    if (callback := _watcher.get()) is not None:
+        callback(count)
+
+
 def read_range(file: Path, start: int, end: int) -> Iterator[bytes]:
     """The bytes [start, end) of a file, a buffer at a time."""
     with open(file, "rb") as stream:
@@ -138,6 +158,7 @@ def read_range(file: Path, start: int, end: int) -> Iterator[bytes]:
             if not chunk:
                 raise UserError(f"{file} ended early; it changed while it was read.")
             start += len(chunk)
+            tell_bytes(len(chunk))
             yield chunk
 
 

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Literal
 
-from transformer2.conversion.checkpoints import BUFFER_SIZE, file_sha256
+from transformer2.conversion.checkpoints import BUFFER_SIZE, file_sha256, tell_bytes
 from transformer2.errors import MachineError
 
 Method = Literal["copy", "reflink", "link"]
@@ -85,6 +85,7 @@ def copy(source: Path, target: Path) -> str:
         while chunk := reader.read(BUFFER_SIZE):
             digest.update(chunk)
             writer.write(chunk)
+            tell_bytes(len(chunk))
         writer.flush()
         os.fsync(writer.fileno())
     return digest.hexdigest()

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformer2 import Transformer2Config
 from transformer2.caches import repair
 from transformer2.compat import CACHE_FIELD
-from transformer2.conversion.checkpoints import DTYPES, TensorEntry
+from transformer2.conversion.checkpoints import DTYPES, TensorEntry, tell_bytes
 from transformer2.conversion.llama_sources import EMBEDDING, HEAD
 
 Stream = tuple[Tensor, ...]
@@ -227,4 +227,5 @@ def read_tensor(entry: TensorEntry) -> Tensor:
                 if not (count := stream.readinto(buffer)):
                     raise OSError(f"{entry.file} ended early; it changed while it was read.")
                 buffer = buffer[count:]
+                tell_bytes(count)
     return tensor

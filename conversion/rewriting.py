@@ -101,7 +101,7 @@ def cut_into_shards(source: LlamaSource, max_bytes: int | None) -> list[list[Pie
         filled, file = filled + size, entry.file
         dtype, stored = entry.dtype, getattr(entry, "stored", None) or entry
         shards[-1].append(Piece(name, dtype, entry.shape, Lazy(stored, dtype)))
-    return shards
+    return [sorted(shard, key=lambda piece: -ITEMSIZE[piece.dtype]) for shard in shards]  # aligned, else in order
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ def build_header(pieces: Iterable[Piece]) -> bytes:
 
 
 def aligned(pieces: list[Piece]) -> list[Piece]:
-    """Wide types first, so that every tensor starts at a multiple of its item size; otherwise the order stays."""
-    return sorted(pieces, key=lambda piece: -ITEMSIZE[piece.dtype])
+    """In the library's order: wide types first, so that tensors start at multiples of their item size, then names."""
+    return sorted(pieces, key=lambda piece: (-ITEMSIZE[piece.dtype], piece.name))
 
 
 def write_shard(target: Path, pieces: list[Piece], header: bytes | None = None) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 from transformer2 import Transformer2Config
@@ -39,16 +40,21 @@ def check_structure(source: LlamaSource, output: Checkpoint, config: Transformer
 def check_bytes(source: LlamaSource, output: Checkpoint) -> tuple[dict[str, list[str]], dict[str, str]]:
     """L1: SHA-256 of every base tensor and every carried file against the source's, and the hashes of whole shards.
 
-    A shard that is the source's, byte for byte, is read once where it is a link to it, and never tensor by tensor.
+    A shard that is the source's, byte for byte, is read once where it is a link to it, and never tensor by tensor. A
+    source in the Hub's cache is also compared with the hashes that the Hub gave it.
     """
-    hashes = {}
+    hashes, damaged = {}, []
     proved: set[Path] = set()
     for name, entry in (planned_files(output) or {}).items():
         shard, found = source.checkpoint.folder / entry.get("from", "."), output.folder / name
         if name.endswith(".safetensors") and shard.is_file() and found.is_file():
             hashes[name] = file_sha256(found)
-            if os.path.samefile(shard, found) or hashes[name] == file_sha256(shard):
+            of_source = hashes[name] if os.path.samefile(shard, found) else file_sha256(shard)
+            if hashes[name] == of_source:
                 proved.add(found)
+            blob = shard.resolve().name  # in the Hub's cache, the hash that the Hub lists
+            if re.fullmatch("[0-9a-f]{64}", blob) and blob != of_source:
+                damaged.append(f"the source's {shard.name} is not what the Hub has: download it again")
     tensors = [
         f"{name} has other bytes than in the source"
         for name, entry in source.checkpoint.tensors.items()
@@ -56,7 +62,7 @@ def check_bytes(source: LlamaSource, output: Checkpoint) -> tuple[dict[str, list
         and output.tensors[name].file not in proved
         and output.tensors[name].sha256() != entry.sha256()
     ]
-    return {"tensor bytes": tensors, "carried files": changed_files(source, output)}, hashes
+    return {"tensor bytes": damaged + tensors, "carried files": changed_files(source, output)}, hashes
 
 
 def fill_hashes(output: Checkpoint, hashes: dict[str, str]) -> None:

@@ -1,5 +1,6 @@
 """The commands: results on stdout, the rest on stderr, one sentence and an exit code for what goes wrong."""
 
+import io
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from typer import BadParameter
 
 import transformer2_cli
 from transformer2 import conversion
-from transformer2_cli.conversion import parse_settings, parse_value, show_checks
+from transformer2_cli.conversion import parse_settings, parse_value, progress_bar, show_checks
 
 
 @pytest.fixture
@@ -197,3 +198,27 @@ def test_help_needs_neither_torch_nor_transformers():
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert run.returncode == 0
     assert "--materialize" in run.stdout
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_counts_bytes_on_a_terminal(llama_folder, tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr("rich.progress.Progress.advance", lambda bar, task, count: told.append(count))
+    monkeypatch.setattr(sys, "stderr", screen := Terminal())
+    with progress_bar() as tell:
+        conversion.convert(
+            llama_folder, tmp_path / "out", residual="ddl", verify="L1", materialize="copy", progress=tell
+        )
+    assert "Comparing bytes" in screen.getvalue()
+    assert sum(told) >= 3 * (llama_folder / "model.safetensors").stat().st_size  # copied once, hashed on both sides
+
+
+def test_progress_without_a_terminal_is_a_line_per_step(capsys):
+    with progress_bar() as tell:
+        tell("Comparing logits")
+        tell("Layer 1 of 80")
+    assert capsys.readouterr().err == "Comparing logits\n"

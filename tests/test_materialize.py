@@ -191,3 +191,21 @@ def test_memory_does_not_grow_with_the_base_model(large, tmp_path, options):
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     used = json.loads(run.stdout.splitlines()[-1])
     assert 0 < used < 64
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_source_in_the_cache_of_the_hub_is_what_the_hub_has(llama_folder, tmp_path, damaged):
+    """Its shards are links to files that are named by the hash that the Hub lists for them."""
+    weights = llama_folder / "model.safetensors"
+    blob = tmp_path / "blobs" / hashlib.sha256(weights.read_bytes()).hexdigest()
+    blob.parent.mkdir()
+    weights.rename(blob)
+    weights.symlink_to(blob)
+    if damaged:
+        content = bytearray(blob.read_bytes())
+        content[-1] ^= 1
+        blob.write_bytes(content)
+    convert(llama_folder, tmp_path / "out", residual="ddl", verify="L0")
+    failures = verify(llama_folder, tmp_path / "out", "L1")["failures"]
+    fault = "L1 tensor bytes: the source's model.safetensors is not what the Hub has: download it again"
+    assert failures == ([fault] if damaged else [])

@@ -106,6 +106,7 @@ def test_refusals(llama_folder, tmp_path):
         ({"model_type": "gpt2"}, "only these can be converted"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"num_hidden_layers": 4}, "lacks tensors"),
+        ({"head_dim": 16}, "has shape"),
         ({"tie_word_embeddings": False, "vocab_size": 102}, "has shape"),
     ):
         config = json.loads((llama_folder / "config.json").read_text())
@@ -125,6 +126,16 @@ def test_refusals(llama_folder, tmp_path):
             plan(bad)
     with pytest.raises(UserError, match="ddl"):
         plan(llama_folder, residual="dld")
+
+
+def test_a_missing_head_is_noticed_before_anything_is_written(tmp_path):
+    tiny_llama(tie_word_embeddings=True).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    assert "the head would be random" in plan(tmp_path, residual="ddl")["refusal"]
+    planned = plan(tmp_path, residual="ddl", assume_tied=True)
+    assert planned["possible"]
+    assert planned["tie_word_embeddings"] is True
 
 
 def test_command(llama_folder, tmp_path):

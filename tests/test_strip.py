@@ -97,6 +97,25 @@ def test_trained_new_parameters_are_dropped(tmp_path):
     ]
 
 
+def test_a_stored_copy_of_tied_embeddings(tmp_path):
+    """Training stores tied embeddings once: both names come back, with the trained values where they were trained."""
+    source = make_source(tmp_path / "llama", tie_word_embeddings=True)
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    convert(source, tmp_path / "out", residual="ddl", verify="L0")
+    trained = train(tmp_path / "out", tmp_path / "trained", 0.05)
+    assert "lm_head.weight" not in load_file(next(trained.glob("*.safetensors")))
+    strip(trained, tmp_path / "back")
+    name = "model.safetensors"
+    assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
+    trained = train(tmp_path / "out", tmp_path / "trained", 0.01, only_new=False)
+    strip(trained, tmp_path / "export")
+    plain = LlamaForCausalLM.from_pretrained(tmp_path / "export")
+    assert torch.equal(plain.lm_head.weight, tensors["lm_head.weight"] + 0.01)
+    assert plain.lm_head.weight is plain.model.embed_tokens.weight
+
+
 def test_trained_tensors_are_exported_where_the_function_is_equal(tmp_path):
     source = make_source(tmp_path / "llama", tie_word_embeddings=True)
     convert(source, tmp_path / "out", residual="ddl", verify="L0")
