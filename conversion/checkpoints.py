@@ -19,7 +19,7 @@ from transformer2.errors import UserError
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 PROVENANCE = "transformer2_conversion.json"  # what a conversion says about itself, and the list of its files
-BUFFER_SIZE = 16 * 2**20
+BUFFER_SIZE = 4 * 2**20  # two of them are in memory at times
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import transformer2
-from transformer2.conversion.checkpoints import INDEX_NAME, PROVENANCE, file_sha256, open_checkpoint, read_json
+from transformer2.conversion.checkpoints import INDEX_NAME, PROVENANCE, open_checkpoint, read_json
 from transformer2.conversion.files import (
     WAYS,
     choose_method,
@@ -27,9 +27,11 @@ from transformer2.conversion.index import build_index
 from transformer2.conversion.llama_sources import LlamaSource, check_llama
 from transformer2.conversion.new_parameters import initialise, new_tensors
 from transformer2.conversion.paths import plain_os_errors, user_path
+from transformer2.conversion.provenance import command, origin_of, original, write_readme
 from transformer2.conversion.publishing import PartialFolder, partial_folder, publish, require_free_name
+from transformer2.conversion.results import Conversion
 from transformer2.conversion.rewriting import bytes_of, cast_source, cut_into_shards, known_dtype, parse_size
-from transformer2.conversion.shards import STORED, Piece, aligned, read_header_text, to_bytes, write_shard
+from transformer2.conversion.shards import STORED, Piece, aligned, to_bytes, write_shard
 from transformer2.conversion.side_files import side_files
 from transformer2.conversion.sources import Source, resolve_source
 from transformer2.conversion.target_config import (
@@ -64,7 +66,7 @@ def convert(
     dtype: str | None = None,
     max_shard_size: int | str | None = None,
     progress: Callable[[str], None] | None = None,
-) -> dict[str, Any]:
+) -> Conversion:
     """Convert the model at `source` (folder, Hub name or .gguf file) into the new folder `output`; returns a report.
 
     The source is a Llama, a relative (`conversion/families.py`), or a Transformer2 that gets a variant on an axis
@@ -99,6 +101,7 @@ def convert(
         _require_apart(origin.folder, output)
         llama = cast_source(check_llama(open_checkpoint(origin.folder), assume_tied), target_dtype)
         config = build_config(llama, residual, local_mixer)
+        config.converted_from = origin_of(origin)
         if (departure := departs_from_identity(config, llama)) and verify not in ("L0", "L1"):
             raise UserError(
                 f"{departure} does not start as the source model, so its logits cannot be equal: leave the form at "
@@ -183,11 +186,15 @@ def _build(
     for name, file in side_files(origin.folder, taken=set(files)).items():
         files[name] = partial.add(name, lambda target, file=file: copy(file, target))
         files[name]["from"] = file.relative_to(origin.folder).as_posix()
+    partial.add(
+        "README.md", lambda target: write_readme(target, origin.folder, origin, plan)
+    )  # to be edited: not listed
 
     provenance = {
         "tool": "transformer2",
         "tool_version": transformer2.__version__,
         "source": {"name": origin.name, "commit": origin.commit, "gguf": origin.gguf},
+        "command": command(origin, plan),
         "options": plan,
         "base_dtype": str(llama.dtype).removeprefix("torch."),
         "new_tensors": sorted(described),
@@ -210,20 +217,6 @@ def _build(
         "resumed_files": partial.reused,
         "warnings": warnings,
         **({"dequantised": origin.gguf["folder"]} if origin.gguf else {}),
-    }
-
-
-def original(llama: LlamaSource, hashed: bool) -> dict[str, Any]:
-    """What `strip` needs besides the tensors to give the source back, to the byte: its config, index and headers.
-
-    hashed: also the hashes of the shards, where the list of files does not have them.
-    """
-    checkpoint = llama.checkpoint
-    names = (name for name in ("config.json", INDEX_NAME) if (checkpoint.folder / name).is_file())
-    return {
-        "files": {name: (checkpoint.folder / name).read_bytes().decode() for name in names},
-        "headers": {shard.name: read_header_text(shard) for shard in checkpoint.shards},
-        **({"sha256": {shard.name: file_sha256(shard) for shard in checkpoint.shards}} if hashed else {}),
     }
 
 

@@ -13,6 +13,7 @@ from transformer2.conversion.checkpoints import DTYPES, TensorEntry, read_range
 from transformer2.errors import UserError
 
 STORED = {torch_name: stored for stored, torch_name in DTYPES.items()}
+CAST_AT_ONCE = 2**20  # bytes
 ITEMSIZE = {"F32": 4, "F16": 2, "BF16": 2}
 
 
@@ -75,14 +76,15 @@ def stored_as(entry: TensorEntry, dtype: str) -> Iterator[bytes]:
         return
     old, new = getattr(torch, DTYPES[entry.dtype]), getattr(torch, DTYPES[dtype])
     for chunk in stored_as_is(entry):  # buffers are whole numbers of items
-        values = torch.frombuffer(bytearray(chunk), dtype=old)
-        cast = values.to(new)
-        if (cast.isinf() & ~values.isinf()).any():
-            raise UserError(
-                f"A tensor in {entry.file.name} holds {values[~values.isinf()].abs().max():.3g}, which is too large "
-                f"for {DTYPES[dtype]}; choose another dtype."
-            )
-        yield to_bytes(cast)
+        for start in range(0, len(chunk), CAST_AT_ONCE):
+            values = torch.frombuffer(bytearray(chunk[start : start + CAST_AT_ONCE]), dtype=old)
+            cast = values.to(new)
+            if (lost := cast.isinf() & ~values.isinf()).any():
+                raise UserError(
+                    f"A tensor in {entry.file.name} holds {values[lost].abs().max():.3g}, which is too large for "
+                    f"{DTYPES[dtype]}; choose another dtype."
+                )
+            yield to_bytes(cast)
 
 
 def to_bytes(tensor: torch.Tensor) -> bytes:

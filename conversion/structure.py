@@ -131,9 +131,9 @@ def _config(source: LlamaSource, output: Checkpoint, loaded: Transformer2Config)
 
 
 def config_differences(one: dict, other: dict) -> list[str]:
-    """The fields in which two configurations differ, the version that wrote them aside."""
+    """The fields in which two configurations differ, those aside that say who wrote them from what."""
     one, other = (json.loads(json.dumps(config)) for config in (one, other))
-    return sorted(n for n in {*one, *other} - {"transformers_version"} if one.get(n) != other.get(n))
+    return sorted(n for n in {*one, *other} - {"transformers_version", "converted_from"} if one.get(n) != other.get(n))
 
 
 def _files(output: Checkpoint) -> list[str]:

@@ -10,9 +10,8 @@ from transformer2.errors import UserError
 from transformer2.modeling_transformer2 import AUTO_MAP
 from transformer2.variants import AXES, options_of, resolve
 
-OWN_FIELDS = ("model_type", "architectures", "auto_map", "transformers_version", "dtype", "residual", "local_mixer")
-
 PLAIN = {"residual": "standard", "local_mixer": "none"}
+OWN_FIELDS = ("model_type", "architectures", "auto_map", "transformers_version", "dtype", "converted_from", *PLAIN)
 
 
 def present(source: LlamaSource, axis: str) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from transformer2.conversion.computed import exceeds_memory, run_networks
 from transformer2.conversion.files import write_json
 from transformer2.conversion.llama_sources import LlamaSource, check_llama
 from transformer2.conversion.paths import FORBIDDEN, plain_os_errors, user_path
+from transformer2.conversion.results import Verification
 from transformer2.conversion.rewriting import cast_source, known_dtype
 from transformer2.conversion.sources import resolve_source
 from transformer2.conversion.structure import changed_files, check_bytes, check_structure, fill_hashes, summary
@@ -59,7 +60,7 @@ def verify(
     stream_layers: bool | None = None,
     text: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
-) -> dict[str, Any]:
+) -> Verification:
     """Check the converted folder `output` against its source (a folder or Hub name) up to `level`.
 
     Returns the result, whose "passed" says whether everything held; it is written to `verification.json` in `output`
@@ -98,7 +99,7 @@ def run_checks(
     stream_layers: bool | None = None,
     text: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
-) -> dict[str, Any]:
+) -> Verification:
     """As `verify`, with the source's folder found already."""
     say = progress or (lambda message: None)
     started = time.perf_counter()
@@ -140,7 +141,7 @@ def run_checks(
                 options = {"stream_layers": bool(stream_layers), "fresh_process": fresh_process, "text": text}
                 notes = run_networks(source, converted, wanted, record, **options, say=say)
     failures = [f"{check['level']} {check['name']}: {check['detail']}" for check in checks if not check["passed"]]
-    result = {
+    result: Verification = {
         "level": level,
         "passed": not failures,
         "failures": failures,

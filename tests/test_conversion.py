@@ -224,7 +224,7 @@ def test_side_files_are_carried_byte_by_byte(tmp_path):
         assert (output / name).read_bytes() == content
     assert (output / "BASE_README.md").read_bytes() == b"# Base"
     assert (output / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
-    assert not (output / "README.md").exists()
+    assert (output / "README.md").read_text().startswith("---\nlibrary_name: transformers\n")
     assert not [name for name in dropped if (output / name).exists()]
     (output / "tokenizer.json").write_bytes(b"{}")
     failures = verify(source, output, "L1")["failures"]
@@ -239,7 +239,11 @@ def test_provenance_without_a_trace_of_this_machine(tmp_path):
     provenance = json.loads((output / "transformer2_conversion.json").read_text())
     assert provenance["source"] == {"name": "llama", "commit": None, "gguf": None}
     assert provenance["options"]["seed"] == 0
-    written = {file.name for file in output.iterdir()} - {"transformer2_conversion.json", "verification.json"}
+    written = {file.name for file in output.iterdir()} - {
+        "transformer2_conversion.json",
+        "verification.json",
+        "README.md",
+    }
     assert set(provenance["files"]) == written
     for name, entry in provenance["files"].items():
         assert entry["sha256"] == sha256(output / name)
