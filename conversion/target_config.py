@@ -88,10 +88,10 @@ def config_json(config: Transformer2Config) -> dict[str, Any]:
     return {name: merged[name] for name in sorted(merged) if not name.startswith("_")}
 
 
-def departs_from_identity(config: Transformer2Config, source: LlamaSource) -> str | None:
-    """Why the converted model does not start as the source, or None if it does."""
+def departs_from_identity(config: Transformer2Config, source: LlamaSource | None = None) -> str | None:
+    """Why the converted model does not start as the source (without one: as a Llama), or None if it does."""
     for axis in AXES:
         form = getattr(config, axis).get("form", "identity")
-        if form != "identity" and getattr(config, axis) != present(source, axis):
+        if form != "identity" and (source is None or getattr(config, axis) != present(source, axis)):
             return f"{axis} {getattr(config, axis)['type']!r} in its {form!r} form"
     return None

@@ -256,7 +256,7 @@ class Transformer2Model(Transformer2PreTrainedModel):
     def _keep_in_float32(self, names: tuple[str, ...]) -> None:
         """Modules of these names stay float32 in a half-precision model, however it is made, and unquantised."""
         modules = {name: module for name, module in self.named_modules() if name.rpartition(".")[2] in names}
-        present = {name.rpartition(".")[2] for name in modules}
+        present = {name.rpartition(".")[2] for name, module in modules.items() if list(module.parameters())}
         # Both: bfloat16 needs the strict list, quantisers look at the other one only.
         self._keep_in_fp32_modules, self._keep_in_fp32_modules_strict = set(present), set(present)
         for module in modules.values():

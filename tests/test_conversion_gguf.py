@@ -111,7 +111,7 @@ def test_other_files(tmp_path, gguf_file, monkeypatch):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UserError, match="Only Llama .* other.gguf says 'bert'"):
+    with pytest.raises(UserError, match="other.gguf says 'bert', and only these can be converted: llama"):
         convert(other, tmp_path / "out", residual="ddl")
     with pytest.raises(UserError, match="Unknown residual type 'dll'"):
         convert(gguf_file, tmp_path / "out", residual="dll")

@@ -180,8 +180,8 @@ def large(tmp_path_factory):
 @pytest.mark.parametrize(
     "options",
     [
-        {"verify": "L1", "materialize": "copy"},
-        {"verify": "L1", "materialize": "link"},
+        pytest.param({"verify": "L1", "materialize": "copy"}, marks=pytest.mark.slow),
+        pytest.param({"verify": "L1", "materialize": "link"}, marks=pytest.mark.slow),
         {"verify": "L1", "dtype": "bfloat16", "max_shard_size": "1MB"},
     ],
 )
