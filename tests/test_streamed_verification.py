@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from helpers import EXACT_RESIDUALS, IDENTITY_MIXERS, LOCAL_MIXERS, RESIDUALS, t
 from safetensors.torch import load_file, save_file
 from test_conversion_matrix import source as odd_source
 from transformers import AutoTokenizer
+from typer.testing import CliRunner
 
 from transformer2 import Transformer2Config, Transformer2ForCausalLM
 from transformer2.conversion import computed, convert, verify
@@ -18,6 +21,7 @@ from transformer2.conversion.layer_stream import LayerStream, Run
 from transformer2.conversion.liveness import check_liveness, check_liveness_by_layer
 from transformer2.conversion.llama_sources import check_llama
 from transformer2.conversion.probes import probe_chunks, probe_inputs, run_probe
+from transformer2_cli import app
 
 BASE, NEW = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 PROBES = {"short", "long", "left_padded", "right_padded", "beyond", "packed", "cached"}
@@ -102,6 +106,18 @@ def test_families_and_shards(tmp_path, family):
     result = verify(tmp_path / "source", tmp_path / "out", "L4", stream_layers=True)
     assert result["passed"], result["failures"]
     assert len(result["checks"]) == 5 + 2 + 2 * len(PROBES) + 2 + 1
+
+
+def test_command(pair, output):
+    arguments = ["verify", str(pair / "llama"), str(output), "--level", "L2", "--stream-layers"]
+    run = CliRunner().invoke(app, [*arguments, "--json"])
+    assert run.exit_code == 0, run.output
+    assert json.loads(run.stdout)["passed"]
+    edit(output / BASE, "model.layers.1.mlp.up_proj.weight", lambda w: w + 1e-3)
+    run = subprocess.run([sys.executable, "-m", "transformer2", *arguments], capture_output=True, text=True)
+    assert run.returncode == 1
+    assert "Layer" not in run.stderr.split("Verification")[0]  # a line per layer is too much for a log
+    assert "after layer 1, whose tensor" in " ".join(run.stderr.replace("│", " ").split())
 
 
 def test_up_to_rounding(pair, tmp_path):

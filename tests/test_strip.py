@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from helpers import EXACT_RESIDUALS, RESIDUALS, tiny_llama, tokens
+from helpers import RESIDUALS, tiny_llama, tokens
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
@@ -56,10 +56,8 @@ def train(source, output, amount, only_new=True):
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("residual", EXACT_RESIDUALS)
+@pytest.mark.parametrize("residual", ["standard", "ddl_identity", "ddl_identity_tc_ec", "depth_swa_identity"])
 def test_every_byte_comes_back(tmp_path, residual, shards):
-    if shards == 3 and residual not in ("ddl_identity", "standard"):
-        shards = 1
     source = make_source(tmp_path / "llama", shards, tie_word_embeddings=True, dtype=torch.bfloat16)
     convert(source, tmp_path / "out", residual=RESIDUALS[residual], verify="L0", materialize="copy")
     report = strip(tmp_path / "out", tmp_path / "back")
