@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from . import conversion, looking, training
+from . import conversion, data, looking, training
 
 app = typer.Typer(
     name="transformer2",
@@ -24,6 +24,7 @@ app = typer.Typer(
 conversion.add_commands(app)
 looking.add_commands(app)
 training.add_commands(app)
+data.add_commands(app)
 INTERRUPTED = "Interrupted; nothing was left half-written."
 
 

@@ -29,6 +29,7 @@ from transformer2.training.comparison_report import to_markdown, with_comparison
 from transformer2.training.evaluation import likelihood
 from transformer2.training.loading import load_model, load_tokenizer
 from transformer2.training.paired import DocumentScores, score_documents
+from transformer2.training.rows import load_rows
 from transformer2.training.settings import Settings
 
 MARKER = "comparison.json"
@@ -123,8 +124,6 @@ def _file_name(name: str) -> str:
 
 
 def _score(settings: Settings, folder: Path) -> DocumentScores:
-    from transformer2.training.finetune import load_rows
-
     device = torch.device("cpu" if precision.on_cpu() else torch.accelerator.current_accelerator())
     _, held_out = load_rows(settings, load_tokenizer(folder))
     model = load_model(folder, torch.float32).to(device)

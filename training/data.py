@@ -30,11 +30,12 @@ def read_documents(
     documents = []
     for source in [sources] if isinstance(sources, str | Path) else sources:
         path = user_path(source)
-        if path.suffix in TEXT_SUFFIXES or (path.is_file() and path.suffix not in TABLE_FORMATS):
+        if is_text(path):
             text = _read_text(path)
             found = text.split(separator) if separator else [text]
         else:
-            found = _read_table(str(path) if path.exists() else str(source), text_column, separator, split, name)
+            location = str(path) if path.exists() else str(source)
+            found = column(open_table(location, separator, split, name), text_column, location)
         documents += [text for text in found if text and not text.isspace()]
     if not documents:
         raise UserError(f"There is no text in {sources}: every document is empty.")
@@ -71,8 +72,12 @@ def hold_out(text: PackedText, num_tokens: int, seed: int) -> tuple[PackedText, 
             f"The training text has {len(text)} tokens, so {num_tokens} cannot be held out: lower data.eval_tokens or "
             "data.eval_fraction, or name a file as data.eval."
         )
-    if len(text.lengths) == 1:
+    if len(text.lengths) == 1 and text.plain.all():
         return text.cut(len(text) - num_tokens)
+    if len(text.lengths) == 1:
+        raise UserError(
+            "There is one example, which cannot be both trained on and held out: name a file as data.eval."
+        )
     chosen, held = [], 0
     for document in np.random.default_rng(seed).permutation(len(text.lengths)):
         if held >= num_tokens or len(chosen) == len(text.lengths) - 1:
@@ -80,7 +85,8 @@ def hold_out(text: PackedText, num_tokens: int, seed: int) -> tuple[PackedText, 
         chosen.append(int(document))
         held += text.lengths[document]
     rest = sorted(set(range(len(text.lengths))) - set(chosen))
-    return text.select(rest), text.select(sorted(chosen)).head(num_tokens)
+    held_out = text.select(sorted(chosen))
+    return text.select(rest), held_out.head(num_tokens) if held_out.plain.all() else held_out
 
 
 def bytes_per_token(text: str, offsets: list[tuple[int, int]]) -> list[int]:
@@ -113,8 +119,18 @@ def _read_text(path: Path) -> str:
         raise UserError(f"Cannot read the text file {path}: {error.strerror}.") from None
 
 
-def _read_table(source: str, text_column: str, separator: str | None, split: str, name: str | None) -> list[str]:
-    """One column of a JSONL or parquet file, of a data set folder, or of a hub data set."""
+def is_text(path: Path) -> bool:
+    """Whether a file is text rather than a table. A folder is none, whatever is in it."""
+    return path.suffix in TEXT_SUFFIXES or (path.is_file() and path.suffix not in TABLE_FORMATS)
+
+
+def open_table(
+    source: str, separator: str | None = None, split: str = "train", name: str | None = None, streaming: bool = False
+):
+    """A JSONL or parquet file, a data set folder, or a hub data set as a table of the library `datasets`.
+
+    A folder of text files becomes a table with the one column "text". Raises UserError for what cannot be read.
+    """
     try:
         import datasets
     except ImportError:
@@ -130,16 +146,27 @@ def _read_table(source: str, text_column: str, separator: str | None, split: str
             path
         ):  # a document per file, as if they were named one by one; the library would cut lines
             table = datasets.load_dataset("text", data_dir=source, split=split, sample_by="document")
-            return [part for text in table["text"] for part in (text.split(separator) if separator else [text])]
+            texts = [part for text in table["text"] for part in (text.split(separator) if separator else [text])]
+            return _Folder(texts)
         if path.is_file():
-            table = datasets.load_dataset(TABLE_FORMATS[path.suffix], data_files=str(path), split="train")
-        elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+            kind = TABLE_FORMATS[path.suffix]
+            return datasets.load_dataset(kind, data_files=str(path), split="train", streaming=streaming)
+        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             table = datasets.load_from_disk(source)
             table = table[split] if isinstance(table, dict) else table
-        else:
-            table = datasets.load_dataset(source, name, split=split)
-        texts = list(table[text_column]) if text_column in table.column_names else None
+            return table.to_iterable_dataset() if streaming else table
+        return datasets.load_dataset(source, name, split=split, streaming=streaming)
     except Exception as error:  # the library has a dozen kinds for "cannot read this", from pyarrow's to httpx's
+        raise UserError(f"Cannot load the data set {source}: {_reason(error)}") from error
+
+
+def column(table, text_column: str, source: str) -> list[str]:
+    """The texts of a table. Raises UserError where it has none, or something else in that column."""
+    if isinstance(table, _Folder):
+        return table["text"]
+    try:
+        texts = list(table[text_column]) if text_column in table.column_names else None
+    except Exception as error:
         raise UserError(f"Cannot load the data set {source}: {_reason(error)}") from error
     if texts is None:
         raise UserError(
@@ -152,6 +179,14 @@ def _read_table(source: str, text_column: str, separator: str | None, split: str
                 f"The column {text_column!r} of {source} holds {type(text).__name__}, not text, in row {row}."
             )
     return texts
+
+
+class _Folder(dict):
+    """The texts of a folder of text files, whatever the column is called elsewhere."""
+
+    def __init__(self, texts: list[str]):
+        super().__init__(text=texts)
+        self.column_names = ["text"]
 
 
 def _holds_only_text(path: Path) -> bool:

@@ -32,12 +32,12 @@ from transformer2.conversion.trained import trained_everything, training_report
 from transformer2.errors import CheckFailed, UserError
 from transformer2.training import diagnosis, parameters, precision, schedule
 from transformer2.training.arms import is_comparison
-from transformer2.training.data import hold_out, read_documents, tokenize
 from transformer2.training.evaluation import likelihood, score, token_losses
 from transformer2.training.isolation import check_isolation
 from transformer2.training.loading import find_checkpoint, load_model, load_tokenizer, stored_dtypes
-from transformer2.training.packing import Row, Rows, collate, order
+from transformer2.training.packing import Row, Rows, collate
 from transformer2.training.progress import Progress
+from transformer2.training.rows import load_rows
 from transformer2.training.saving import check_frozen, check_output, write_checkpoint
 from transformer2.training.settings import OptimisationSettings, Settings, check, load_settings
 
@@ -86,7 +86,7 @@ def run(
         rows, held_out = load_rows(settings, tokenizer)
 
     model = load_model(source, precision.load_dtype(chosen, optimisation.train, set(dtypes.values())))
-    check_vocabulary(model, rows)
+    rows.check_vocabulary(model.config.vocab_size)
     parameters.select(model, optimisation.train, optimisation.frozen)
     precision.make_masters(model)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
@@ -101,7 +101,7 @@ def run(
     optimizer = torch.optim.AdamW(groups, betas=tuple(optimisation.betas))
     scheduler = LambdaLR(optimizer, learning_rate_factor(optimisation))  # not prepared: it would step once per process
     model, optimizer = accelerator.prepare(model, optimizer)
-    check_isolation(accelerator.unwrap_model(model), rows, accelerator.device)
+    check_isolation(accelerator.unwrap_model(model), rows.sample(), accelerator.device)
 
     history, evaluations = [], []
     num_tokens, seconds = 0, 0.0  # seconds of training alone
@@ -111,7 +111,7 @@ def run(
         for step in range(1, optimisation.steps + 1):
             began = time.perf_counter()
             learning_rates = {group["kind"]: group["lr"] for group in optimizer.param_groups}
-            step_rows = [rows[i] for i in order(step - 1, optimisation.rows_per_step, len(rows), optimisation.seed)]
+            step_rows = rows.for_step(step - 1, optimisation.rows_per_step, optimisation.seed)
             loss = accumulate(accelerator, model, step_rows, optimisation.rows_per_batch)
             norm = accelerator.clip_grad_norm_(trained, optimisation.clip or math.inf).item()
             check_finite(loss, norm, step)
@@ -134,7 +134,7 @@ def run(
         "processes": accelerator.num_processes,
         "parameters": counts,
         "pretrained_changed": optimisation.train == "all" or trained_everything(training_report(source) or {}),
-        "rows": len(rows),
+        "rows": rows.count,
         "tokens": num_tokens,
         "seconds": seconds,
         "tokens_per_second": num_tokens / seconds,
@@ -146,6 +146,8 @@ def run(
     }
     if partial is not None:
         write_checkpoint(accelerator.unwrap_model(model, keep_fp32_wrapper=False), partial.path, source, dtypes)
+        if settings.data.chat_template:
+            (partial.path / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
         check_frozen(partial.path, source, frozen)
         write_json(partial.path / "training_report.json", report)
         publish(partial, output)
@@ -182,31 +184,6 @@ def start(optimisation: OptimisationSettings) -> tuple[Accelerator, str]:
         transformers.utils.logging.disable_progress_bar()
     set_seed(optimisation.seed)
     return accelerator, chosen
-
-
-def load_rows(settings: Settings, tokenizer) -> tuple[Rows, Rows | None]:
-    """The rows to train on, where documents end with the end-of-text token, and those held out: the bare text."""
-    data = settings.data
-    seed = settings.optimisation.seed if data.hold_out_seed is None else data.hold_out_seed
-    source = {"text_column": data.text_column, "separator": data.separator, "split": data.split, "name": data.name}
-    splits = data.eval is None and (data.eval_tokens or data.eval_fraction)
-    text = tokenize(read_documents(data.train, **source), tokenizer, count_bytes=bool(splits))
-    held_out = None
-    if data.eval is not None:
-        held_out = tokenize(read_documents(data.eval, **source), tokenizer, count_bytes=True).head(data.eval_tokens)
-    elif splits:
-        text, held_out = hold_out(text, data.eval_tokens or math.ceil(data.eval_fraction * len(text)), seed)
-    rows = text.with_end(tokenizer.eos_token_id).rows(data.sequence_length)
-    return rows, None if held_out is None else held_out.rows(data.sequence_length)
-
-
-def check_vocabulary(model, rows: Rows) -> None:
-    """Raise UserError for a tokenizer that knows more tokens than the model."""
-    if (largest := int(rows.text.tokens.max())) >= model.config.vocab_size:
-        raise UserError(
-            f"The tokenizer made token {largest}, but the model knows only {model.config.vocab_size}: they do not "
-            "belong together."
-        )
 
 
 def enable_checkpointing(model) -> None:

@@ -31,6 +31,13 @@ class DataSettings:
     separator: the string between documents of a text file; null: a text file is one document.
     split: the split of a hub data set or data set folder.
     name: the configuration of a hub data set that has several.
+    kind: what the examples are. "text"; "prompt_completion" (columns prompt and completion, of which the completion is
+        learned); "chat" (a column messages, of which the assistant's turns are learned); "tokens" (a column input_ids,
+        and labels where not all count); null: as the columns say.
+    chat_template: a file with the template of chats, or a folder of a model that has one; null: the tokenizer's own.
+    packing: "best_fit" (no document that fits into a row is cut) or "concatenated" (rows without a gap); documents
+        never see each other in either.
+    streaming: read tables bit by bit while training, rather than before; needs `eval` for an evaluation.
     sequence_length: tokens per row, at least 2.
     hold_out_seed: which documents are held back; null: as `optimisation.seed` says.
     """
@@ -43,6 +50,10 @@ class DataSettings:
     separator: str | None = None
     split: str = "train"
     name: str | None = None
+    kind: Literal["text", "prompt_completion", "chat", "tokens"] | None = None
+    chat_template: str | None = None
+    packing: Literal["best_fit", "concatenated"] = "best_fit"
+    streaming: bool = False
     sequence_length: int = 1024
     hold_out_seed: int | None = None
 
