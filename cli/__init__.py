@@ -25,6 +25,7 @@ conversion.add_commands(app)
 looking.add_commands(app)
 training.add_commands(app)
 data.add_commands(app)
+PREEMPTED = 143  # told to stop by SIGTERM, and ready to go on: no error
 INTERRUPTED = "Interrupted; nothing was left half-written."
 
 
@@ -77,7 +78,7 @@ def reporting_errors() -> Iterator[None]:
         exit_code = getattr(error, "exit_code", None)
         if exit_code is None or os.environ.get("TRANSFORMER2_TRACEBACK"):
             raise
-        print(f"Error: {error}", file=sys.stderr)
+        print(error if exit_code == PREEMPTED else f"Error: {error}", file=sys.stderr)
         raise SystemExit(exit_code) from None
 
 

@@ -19,12 +19,6 @@ from transformer2.training.packing import IGNORED, Row, collate
 POSITIONS_AT_ONCE = 512  # whose log-probabilities over the whole vocabulary are in memory together
 
 
-def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """logits [B, T, V], labels [B, T] (not shifted) -> the sum of -log p over all targets, in nats."""
-    logits, targets = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="sum")
-
-
 def score(
     model: nn.Module,
     batches: Iterable[list[Row]],

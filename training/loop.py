@@ -27,6 +27,7 @@ from transformer2.training.stages import Stage
 from transformer2.training.state import Counters
 from transformer2.training.step import accumulate, check_finite, evaluate_held_out, save_bad_rows
 from transformer2.training.stopping import Preempted, Stopping
+from transformer2.training.throughput import flops_per_token
 
 
 class Loop:
@@ -54,6 +55,7 @@ class Loop:
         self.peft = None  # its adapters, as PEFT sees them
         self.last_saved, self.saved_at = -1, time.monotonic()
         self.on_step: Callable[[Counters], None] = lambda counters: None
+        self.on_evaluation: Callable[[dict[str, Any]], None] = lambda scores: None
         self.say: Callable[[str], None] = lambda sentence: None
 
     def begin(self, checkpoint: Path | None = None) -> None:
@@ -93,7 +95,9 @@ class Loop:
     def save(self, name: str | None = None) -> None:
         """Write a checkpoint (all processes take part), and delete older ones."""
         if is_deepspeed(self.accelerator):
-            raise UserError("A run under DeepSpeed cannot be saved in between; use FSDP2, or leave `checkpoints` alone.")
+            raise UserError(
+                "A run under DeepSpeed cannot be saved in between; use FSDP2, or leave `checkpoints` alone."
+            )
         step, network = self.counters.step, self.network
         tensors = state.model_tensors(network, self.counters.trained)
         optimizer = state.optimizer_tensors(self.optimizer)
@@ -181,6 +185,7 @@ class Loop:
         self.model, self.optimizer = self.accelerator.prepare(model, built)
         check_sharded(self.accelerator, self.network)
         state.load_optimizer_tensors(self.optimizer, optimizer)
+        self.flops_per_token = flops_per_token(self.network, self.rows.sample(), self.accelerator.device)
 
     def _hold_annealed(self, model: nn.Module) -> None:
         """Parameters that a schedule moves, in this stage or one before, are not trained."""
@@ -199,7 +204,7 @@ class Loop:
             self.counters.annealed = starts
 
     def _move_annealed(self, progress: float) -> None:
-        """progress: 0 leaves annealed parameters where they were when the stage began, 1 puts them at their targets."""
+        """progress: 0 leaves annealed parameters where the stage began, 1 puts them at their targets."""
         starts, targets = self.counters.annealed, self.stage.optimisation.anneal
         if not starts:
             return
@@ -240,7 +245,9 @@ class Loop:
             counters.skipped.append(counters.step)
         self.optimizer.zero_grad(set_to_none=True)
         counters.seconds += time.perf_counter() - began
-        counters.tokens += sum(len(row.input_ids) for row in rows)
+        tokens = sum(len(row.input_ids) for row in rows)
+        counters.tokens += tokens
+        counters.flops += tokens * self.flops_per_token
         self.on_step(counters)
 
     def _may_be_taken(self, loss: float, norm: float, rows: list) -> bool:
@@ -266,6 +273,7 @@ class Loop:
         if scores is None:
             return False
         counters.evaluations.append({"step": counters.step, **scores})
+        self.on_evaluation(counters.evaluations[-1])
         self.say(f"step {counters.step}: held-out perplexity {scores['perplexity']:.3f}")
         if counters.best is None or scores["nll"] < counters.best["nll"]:
             counters.best = {"step": counters.step, "nll": scores["nll"]}
@@ -295,7 +303,9 @@ class Loop:
         """Go over to the next stage; False where there is none."""
         counters = self.counters
         if not counters.history:
-            raise CheckFailed("Every step was skipped because its loss or gradient was not finite: nothing was written.")
+            raise CheckFailed(
+                "Every step was skipped because its loss or gradient was not finite: nothing was written."
+            )
         began = [e for e in counters.evaluations if e["step"] == counters.step - counters.stage_step]
         counters.stages.append(stage_summary(self.stage, counters, began[0] if began else None))
         if counters.stage + 1 == len(self.stages):

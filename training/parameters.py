@@ -103,6 +103,7 @@ def parameter_groups(
             {
                 "name": f"{label}, decayed" if decay else label,
                 "kind": kind,
+                "label": label,
                 "lr": rate,
                 "weight_decay": decay,
                 "count": 0,

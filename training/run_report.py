@@ -16,7 +16,6 @@ def build_report(
     counters: Counters,
     config: Any,
     facts: dict[str, Any],
-    flops: float,
     mfu: float | None,
 ) -> dict[str, Any]:
     """config: of the model. facts: precision, processes, parameters and so on, as they are."""
@@ -27,7 +26,7 @@ def build_report(
         "tokens": counters.tokens,
         "seconds": counters.seconds,
         "tokens_per_second": counters.tokens / counters.seconds,
-        "flops_per_token": flops,
+        "flops_per_token": counters.flops / counters.tokens,
         "mfu": mfu,
         "perplexity_before": evaluations[0]["perplexity"] if evaluations else None,
         "perplexity_after": evaluations[-1]["perplexity"] if evaluations else None,

@@ -130,6 +130,20 @@ class OptimisationSettings:
 
 
 @dataclass
+class LossSettings:
+    """What is minimised besides the cross-entropy.
+
+    kl: weight of the divergence KL(original || model) per token, which keeps a retrofit near the pretrained model; 0:
+        none. The original is the network itself without its new operators, so this costs a forward pass, no memory for
+        a second model, and does not go with `optimisation.train: all`.
+    temperature: at which the two distributions are compared.
+    """
+
+    kl: float = 0.0
+    temperature: float = 1.0
+
+
+@dataclass
 class EvaluationSettings:
     """When the held-out text is evaluated, besides before the first step, and after the last one of every stage.
 
@@ -163,7 +177,7 @@ class Settings:
         (nothing is erased, and sublayers write their output alone).
     variants: instead of the model's own, train each of these RESIDUAL[+LOCAL_MIXER] presets on it.
     seeds: train everything once for each of these seeds; empty: for `optimisation.seed` alone.
-    data, optimisation, evaluation, checkpoints, tracking: see the classes of these names.
+    data, optimisation, loss, evaluation, checkpoints, tracking: see the classes of these names.
     """
 
     model: str | dict[str, Any] = ""
@@ -177,6 +191,7 @@ class Settings:
     data: DataSettings = field(default_factory=DataSettings)
     optimisation: OptimisationSettings = field(default_factory=OptimisationSettings)
     stages: list[dict[str, Any]] = field(default_factory=list)
+    loss: LossSettings = field(default_factory=LossSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
     tracking: TrackingSettings = field(default_factory=TrackingSettings)
@@ -235,6 +250,8 @@ def check(settings: Settings) -> None:
         )
     if data.eval_fraction is not None and data.eval_tokens is not None:
         raise UserError("Give data.eval_fraction or data.eval_tokens, not both.")
+    if not 0 <= settings.loss.kl < math.inf or not 0 < settings.loss.temperature < math.inf:
+        raise UserError("loss.kl must not be negative, loss.temperature greater than 0, and both finite.")
     if (evaluation.patience or evaluation.keep_best) and not (data.eval or data.eval_tokens or data.eval_fraction):
         raise UserError(
             "evaluation.patience and evaluation.keep_best need held-out text: set data.eval, data.eval_tokens or "

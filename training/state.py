@@ -28,9 +28,9 @@ class Counters:
     """Where a run is. Everything that decides what happens next is here, in the tensors, or in the settings.
 
     step: optimiser steps done, of all stages; it decides which rows come next. stage, stage_step: the stage and the
-    steps done in it. tokens, seconds: of training so far. skipped: steps that were not taken (on_nan), and skipped_run
-    those of them in a row. best: {step, nll} of the best evaluation. stage_best, no_gain: the best NLL of the stage,
-    and how many evaluations ago. ended: the stage was ended early. annealed: value of each annealed parameter when its
+    steps done in it. tokens, seconds, flops: of training so far. skipped: steps that were not taken
+    (on_nan). best: {step, nll} of the best evaluation. stage_best, no_gain: the best NLL of the stage, and how many
+    evaluations ago. ended: the stage was ended early. annealed: value of each annealed parameter when its
     stage began, None before that. trained: every parameter that a stage has trained or annealed so far.
     """
 
@@ -39,6 +39,7 @@ class Counters:
     stage_step: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    flops: float = 0.0
     skipped: list[int] = field(default_factory=list)
     best: dict[str, Any] | None = None
     stage_best: float | None = None

@@ -12,15 +12,23 @@ from accelerate import Accelerator
 from safetensors.torch import save_file
 
 from transformer2.errors import CheckFailed
-from transformer2.training.evaluation import likelihood, score, token_losses
+from transformer2.training.evaluation import likelihood, score
+from transformer2.training.loss import batch_loss
 from transformer2.training.packing import IGNORED, Row, Rows, collate
+from transformer2.training.settings import LossSettings
 from transformer2.training.sharding import average_whole_gradients, is_sharding
 
 MOST_SKIPPED = 10  # steps in a row; then no later one will be finite either
 POLL = 16  # batches of an evaluation between two looks at whether to stop
 
 
-def accumulate(accelerator: Accelerator, model, step_rows: list[Row], rows_per_batch: int) -> float:
+def accumulate(
+    accelerator: Accelerator,
+    model,
+    step_rows: list[Row],
+    rows_per_batch: int,
+    loss: LossSettings = LossSettings(),  # noqa: B008 (never changed)
+) -> float:
     """Add the gradient of one optimiser step's mean loss to the parameters' gradients, and return that loss.
 
     step_rows: of all processes; each takes its share, in micro-batches of `rows_per_batch` rows.
@@ -33,7 +41,8 @@ def accumulate(accelerator: Accelerator, model, step_rows: list[Row], rows_per_b
         with nullcontext() if last else accelerator.no_sync(model):
             batch = collate(mine[begin : begin + rows_per_batch], accelerator.device)
             labels = batch.pop("labels")
-            share = token_losses(model(**batch, use_cache=False).logits, labels) / targets
+            network = accelerator.unwrap_model(model)
+            share = batch_loss(model, network, batch, labels, kl=loss.kl, temperature=loss.temperature) / targets
             accelerator.backward(share * accelerator.num_processes)  # gradients are averaged over the processes
             total += share.detach()
     average_whole_gradients(accelerator, model)

@@ -53,6 +53,6 @@ def peak_flops(accelerator: Accelerator, given: float | None) -> float | None:
     return next((peak * 1e12 for known, peak in PEAKS.items() if known in name), None)
 
 
-def utilisation(tokens_per_second: float, per_token: float, peak: float | None, devices: int) -> float | None:
+def utilisation(flops_per_second: float, peak: float | None, devices: int) -> float | None:
     """MFU: the share of the devices' peak that the model's own operations take (Chowdhery et al. 2022, appendix B)."""
-    return None if peak is None else tokens_per_second * per_token / (peak * devices)
+    return None if peak is None else flops_per_second / (peak * devices)
