@@ -37,6 +37,7 @@ for room in (
     generation,
 ):
     room.add_commands(app)
+PREEMPTED = 143  # told to stop by SIGTERM, and ready to go on: no error
 INTERRUPTED = "Interrupted; nothing was left half-written."
 
 
@@ -89,7 +90,7 @@ def reporting_errors() -> Iterator[None]:
         exit_code = getattr(error, "exit_code", None)
         if exit_code is None or os.environ.get("TRANSFORMER2_TRACEBACK"):
             raise
-        print(f"Error: {error}", file=sys.stderr)
+        print(error if exit_code == PREEMPTED else f"Error: {error}", file=sys.stderr)
         raise SystemExit(exit_code) from None
 
 

@@ -16,7 +16,7 @@ DDL_CONFIG = SimpleNamespace(residual={"type": "ddl"}, local_mixer={"type": "non
 def found(evaluations=(), losses=(3.0, 3.0), **optimisation):
     perplexities = [{"perplexity": value} for value in evaluations]
     steps = [{"loss": loss} for loss in losses]
-    return warnings(OptimisationSettings(**optimisation), DDL_CONFIG, perplexities, steps)
+    return warnings([OptimisationSettings(**optimisation)], DDL_CONFIG, perplexities, steps)
 
 
 @pytest.mark.parametrize(

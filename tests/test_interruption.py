@@ -68,11 +68,11 @@ def test_interrupted_training(settings, tmp_path):
     assert names(tmp_path) == ["model", "run.yaml", "text.txt"]
 
 
-def test_what_job_schedulers_send_ends_training_alike(settings, tmp_path):
+def test_what_job_schedulers_send_ends_training_with_its_state_saved(settings, tmp_path):
     code, said = stop_at("frozen ", signal.SIGTERM, "train", str(tmp_path / "run.yaml"))
-    assert code == 130
-    assert said.splitlines()[-1] == "Interrupted; nothing was left half-written."
-    assert names(tmp_path) == ["model", "run.yaml", "text.txt"]
+    assert code == 143
+    assert "the same command goes on from there" in said.splitlines()[-1]
+    assert names(tmp_path) == ["model", "out-run", "run.yaml", "text.txt"]
 
 
 def test_killed_training_is_cleared_up_by_the_next_one(settings, tmp_path):

@@ -175,7 +175,7 @@ from accelerate import Accelerator
 from helpers import tiny_model
 from training_tools import documents, word_tokenizer
 from transformer2.training.data import tokenize
-from transformer2.training.finetune import accumulate
+from transformer2.training.step import accumulate
 from transformer2.training.packing import PackedText
 from transformer2.training.settings import LossSettings
 

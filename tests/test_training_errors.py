@@ -24,15 +24,21 @@ def settings(tmp_path):
 
 @pytest.fixture
 def run(tmp_path, settings, monkeypatch, capsys):
-    """Run the command with the settings; on failure, nothing but the inputs may be there."""
+    """Run the command with the settings; on failure, nothing but the inputs may be there, and rows to look at."""
 
     def run(*overrides):
         (tmp_path / "run.yaml").write_text(json.dumps(settings))
         before = sorted(tmp_path.rglob("*"))
         code, out, error = command(monkeypatch, capsys, "train", tmp_path / "run.yaml", *overrides)
         if code != 0:
-            assert sorted(tmp_path.rglob("*")) == before
+            rows = {
+                tmp_path / "out-run",
+                *(tmp_path / "out-run").glob("bad-rows-step-*"),
+                tmp_path / "out-run" / "log.jsonl",
+            }
+            assert sorted(set(tmp_path.rglob("*")) - rows) == sorted(set(before) - rows)
             assert out == ""
+            shutil.rmtree(tmp_path / "out-run", ignore_errors=True)
         return code, error.splitlines()[-1] if error else ""
 
     return run

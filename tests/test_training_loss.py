@@ -16,7 +16,8 @@ from training_tools import IDENTITY_SHORT_SWA, checkpoint, documents, run_settin
 
 from transformer2.training import train
 from transformer2.training.data import tokenize
-from transformer2.training.finetune import accumulate, enable_checkpointing
+from transformer2.training.launching import enable_checkpointing
+from transformer2.training.step import accumulate
 
 RAGGED = [3, 17, 1, 9, 30, 2, 2, 25, 11, 6, 1, 1, 14]  # 122 words: rows with 10 to 15 targets, the last one short
 

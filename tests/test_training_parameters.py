@@ -105,7 +105,7 @@ def test_settings_read_back_and_overrides_win():
         ("data.sequence_length=0", "data.sequence_length must be at least 2, got 0"),
         ("data.sequence_length=1.5", "data.sequence_length must be a whole number, got 1.5"),
         ("optimisation.steps=0", "optimisation.steps must be at least 1"),
-        ("optimisation.train=some", "must be one of: new, all, got 'some'"),
+        ("optimisation.train=some", "must be one of: new, lora, all, got 'some'"),
         ("optimisation.lr.new=fast", "optimisation.lr.new must be a finite number, got 'fast'"),
         ("optimisation.lr=1e-3", "must be a section of keys and values"),
         ("optimisation.lr.new=0", "must be greater than 0"),

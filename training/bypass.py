@@ -22,23 +22,25 @@ def bypassed(network: nn.Module) -> Iterator[None]:
     for module in network.modules():
         for name, child in module._modules.items():
             if child is not None and (name in NEW_MODULES or name.endswith(("_residual", "_local_mixer"))):
-                plain = None
-                if isinstance(child, Residual):
-                    plain = Residual(network.config, child.layer_idx, child.site)
+                plain, inner = None, getattr(child, "original_module", child)  # PEFT wraps what it trains as a whole
+                if isinstance(inner, Residual):
+                    plain = Residual(network.config, inner.layer_idx, inner.site)
                 swaps.append((module, name, child, plain))
     training = network.training
-    with contextlib.ExitStack() as stack:
-        if hasattr(network, "disable_adapter"):  # PEFT's wrapper
-            stack.enter_context(network.disable_adapter())
-        for module, name, _, plain in swaps:
-            module._modules[name] = plain
-        network.eval()
-        try:
-            yield
-        finally:
-            for module, name, child, _ in swaps:
-                module._modules[name] = child
-            network.train(training)
+    adapted = [module for module in network.modules() if hasattr(module, "base_layer")]
+    for module, name, _, plain in swaps:
+        module._modules[name] = plain
+    for module in adapted:
+        module.enable_adapters(False)
+    network.eval()
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.enable_adapters(True)
+        for module, name, child, _ in swaps:
+            module._modules[name] = child
+        network.train(training)
 
 
 def check_has_original(network: nn.Module, train_pretrained: bool) -> None:

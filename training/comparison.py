@@ -30,6 +30,7 @@ from transformer2.training.evaluation import likelihood
 from transformer2.training.loading import load_model, load_tokenizer
 from transformer2.training.paired import DocumentScores, score_documents
 from transformer2.training.rows import load_rows
+from transformer2.training.run_report import shareable
 from transformer2.training.settings import Settings
 
 MARKER = "comparison.json"
@@ -43,7 +44,7 @@ def compare(settings: Settings) -> dict[str, Any]:
     Runs that are there already, from the same settings, are kept. Raises UserError for bad input before anything is
     trained, and what `train` raises.
     """
-    from transformer2.training.finetune import shareable, train
+    from transformer2.training.finetune import train
 
     data = settings.data
     if data.eval is None and not (data.eval_tokens or data.eval_fraction):

@@ -13,19 +13,23 @@ LOSS_RISE = 1.0  # nats: the loss of single steps is noisy
 
 
 def warnings(
-    optimisation: OptimisationSettings, config: Any, evaluations: list[dict[str, Any]], steps: list[dict[str, Any]]
+    stages: list[OptimisationSettings], config: Any, evaluations: list[dict[str, Any]], steps: list[dict[str, Any]]
 ) -> list[str]:
     """One sentence or two for each sign that the learning rates do not suit the model.
 
-    config: of the model. evaluations, steps: as in the report; without evaluations, the loss of the steps decides.
+    stages: what each one trains, and how fast. config: of the model.
+    evaluations, steps: as in the report; without evaluations, the loss of the steps decides.
     """
     found = []
-    rates = {"new": optimisation.lr.new} | ({"pretrained": optimisation.lr.pretrained} if _all(optimisation) else {})
-    for kind, rate in rates.items():
+    everything = any(_all(optimisation) for optimisation in stages)
+    rates = {("new", optimisation.lr.new) for optimisation in stages}
+    rates |= {("pretrained", optimisation.lr.pretrained) for optimisation in stages if _all(optimisation)}
+    rates |= {("lora", optimisation.lr.lora) for optimisation in stages if optimisation.train == "lora"}
+    for kind, rate in sorted(rates):
         if rate > LARGEST_SENSIBLE:
             found.append(
                 f"The learning rate optimisation.lr.{kind} = {rate:g} moves every parameter by about {rate:g} in each "
-                f"step, which destroys what it knows; usual are {suggested(config, _all(optimisation))}."
+                f"step, which destroys what it knows; usual are {suggested(config, everything)}."
             )
     if evaluations:
         before, after = evaluations[0]["perplexity"], evaluations[-1]["perplexity"]
@@ -38,7 +42,7 @@ def warnings(
     if worse or (evaluations and not math.isfinite(after)):
         found.append(
             f"{what}: the run has made the model worse, most likely because the learning rate is too high; usual are "
-            f"{suggested(config, _all(optimisation))}."
+            f"{suggested(config, everything)}."
         )
     return found
 
