@@ -110,7 +110,7 @@ def test_two_processes_train_as_one(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(tmp_path), timeout=200)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Trained ") == 1
-    assert done.stderr.count("held-out perplexity") == 1
+    assert done.stderr.count("step 3: held-out perplexity") == 1
     two = json.loads((tmp_path / "two" / "training_report.json").read_text())
     assert two["processes"] == 2
     for a, b in zip(one["steps"], two["steps"], strict=True):

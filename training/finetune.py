@@ -140,7 +140,8 @@ def run(
         with Progress(total, shown=accelerator.is_main_process, done=loop.counters.step) as progress:
             loop.say = progress.say
             loop.run(stopping)
-        accelerator.end_training()
+        for tracker in accelerator.trackers:  # accelerator.end_training() would take the other processes away, too
+            tracker.finish()
 
     model, peft = loop.final_model()
     facts = {
