@@ -17,6 +17,7 @@ from . import (
     generation,
     looking,
     planning,
+    preparing,
     training,
 )
 
@@ -33,6 +34,7 @@ for room in (
     conversion,
     looking,
     data,
+    preparing,
     training,
     generation,
 ):

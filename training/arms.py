@@ -12,9 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from transformer2.configs import names, nearest_size, preset, variant
+from transformer2.conversion.paths import user_path
 from transformer2.errors import UserError
-from transformer2.training.loading import find_checkpoint
+from transformer2.training.loading import find_checkpoint, load_tokenizer
 from transformer2.training.saving import SIDE_FILES
 from transformer2.training.scratch import start_from_scratch
 from transformer2.training.settings import Settings
@@ -30,11 +33,15 @@ NULLS = {  # what stays as a DDL retrofit starts it: erase is 0, and of v what t
 
 @dataclass
 class Arm:
-    """One thing to train. `start` (folder, seed) makes the checkpoint to start from, or names one that is there."""
+    """One thing to train. `start` (folder, seed) makes the checkpoint to start from, or names one that is there.
+
+    config: makes the configuration of that checkpoint, without making it.
+    """
 
     name: str
     about: str
     start: Callable[[Path, int], Path]
+    config: Callable[[], PreTrainedConfig]
     frozen: list[str] = field(default_factory=list)
 
 
@@ -106,6 +113,9 @@ def _from_checkpoint(settings: Settings) -> list[Arm]:
 
     import transformer2  # noqa: F401  registers the model family
     from transformer2.conversion import convert
+    from transformer2.conversion.checkpoints import open_checkpoint
+    from transformer2.conversion.llama_sources import check_llama
+    from transformer2.conversion.target_config import build_config
 
     source = find_checkpoint(settings.model)
     config = AutoConfig.from_pretrained(source)
@@ -127,16 +137,22 @@ def _from_checkpoint(settings: Settings) -> list[Arm]:
             convert(source, folder, **options, seed=seed, verify="L1")
             return folder
 
-        return Arm(name, f"{name}, converted from {source.name}", start)
+        def target() -> PreTrainedConfig:
+            return build_config(check_llama(open_checkpoint(source)), **options)
+
+        return Arm(name, f"{name}, converted from {source.name}", start, target)
 
     arms = []
     if settings.control:
         start = (lambda folder, seed: source) if axes == PLAIN else (lambda folder, seed: write_plain(source, folder))
-        arms.append(Arm(CONTROL, "the same model without new operators", start))
+        about = "the same model without new operators"
+        arms.append(Arm(CONTROL, about, start, lambda: config if axes == PLAIN else plain_config(config)))
     arms += [converted(name) for name in settings.variants]
     if not settings.variants:
-        arms.append(Arm(own, source.name, lambda folder, seed: source))
-    arms += [Arm(f"{own}, {n}", f"the null {n}", lambda folder, seed: source, NULLS[n]) for n in settings.nulls]
+        arms.append(Arm(own, source.name, lambda folder, seed: source, lambda: config))
+    for null in settings.nulls:
+        name, about = f"{own}, {null}", f"the null {null}"
+        arms.append(Arm(name, about, lambda folder, seed: source, lambda: config, NULLS[null]))
     return arms
 
 
@@ -165,11 +181,14 @@ def _from_preset(settings: Settings) -> list[Arm]:
         except (ValueError, TypeError, StrictDataclassError) as error:
             raise UserError(one_line(error)) from error
 
+        def config() -> PreTrainedConfig:
+            return preset(full, **{"vocab_size": len(load_tokenizer(user_path(tokenizer))), **fields})
+
         def start(folder: Path, seed: int) -> Path:
             start_from_scratch(full, folder, tokenizer, seed=seed, overrides=fields, paired=True)
             return folder
 
-        return Arm(arm, about, start)
+        return Arm(arm, about, start, config)
 
     arms = [random(CONTROL, "standard residual, no local mixer", "standard")] if settings.control else []
     arms += [random(variants, variants, variants) for variants in (settings.variants or [axes])]
@@ -178,15 +197,21 @@ def _from_preset(settings: Settings) -> list[Arm]:
     return arms
 
 
+def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of the same model without residuals and local mixers."""
+    from transformer2 import Transformer2Config
+
+    dropped = ("model_type", "architectures", "auto_map", "transformers_version", *AXES)
+    return Transformer2Config(**{name: value for name, value in config.to_dict().items() if name not in dropped})
+
+
 def write_plain(source: Path, folder: Path) -> Path:
     """What is left of a checkpoint of ours without its residuals and local mixers: a plain model, in its types."""
     from transformers import AutoConfig
 
-    from transformer2 import Transformer2Config, Transformer2ForCausalLM
+    from transformer2 import Transformer2ForCausalLM
 
-    fields = AutoConfig.from_pretrained(source).to_dict()
-    dropped = ("model_type", "architectures", "auto_map", "transformers_version", *AXES)
-    config = Transformer2Config(**{name: value for name, value in fields.items() if name not in dropped})
+    config = plain_config(AutoConfig.from_pretrained(source))
     model = Transformer2ForCausalLM.from_pretrained(source, config=config, dtype="auto")
     model.save_pretrained(folder)
     for pattern in SIDE_FILES[1:]:  # but for its provenance: this is no conversion

@@ -4,17 +4,18 @@ from typing import Any
 
 import numpy as np
 
-from transformer2.conversion.paths import plain_os_errors
+from transformer2.conversion.paths import plain_os_errors, user_path
 from transformer2.training.loading import find_checkpoint, load_tokenizer
 from transformer2.training.loss import IGNORED
 from transformer2.training.packing import Rows
 from transformer2.training.rows import load_rows
 from transformer2.training.settings import Settings
+from transformer2.training.stages import stages
 
 
 def _tokenizer(settings: Settings):
     if isinstance(settings.model, dict):
-        return load_tokenizer(find_checkpoint(settings.model.get("tokenizer", "")))
+        return load_tokenizer(user_path(settings.model.get("tokenizer", "")))
     return load_tokenizer(find_checkpoint(settings.model))
 
 
@@ -33,7 +34,7 @@ def data_stats(settings: Settings) -> dict[str, Any]:
         train["stream"] = True
     else:
         train["steps_per_epoch"] = rows.count / settings.optimisation.rows_per_step
-        train["epochs"] = settings.optimisation.steps / train["steps_per_epoch"]
+        train["epochs"] = sum(s.optimisation.steps for s in stages(settings)) / train["steps_per_epoch"]
     return {"train": train, "held_out": None if held_out is None else _figures(held_out)}
 
 

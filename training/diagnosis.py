@@ -20,17 +20,8 @@ def warnings(
     stages: what each one trains, and how fast. config: of the model.
     evaluations, steps: as in the report; without evaluations, the loss of the steps decides.
     """
-    found = []
+    found = unusual_rates(stages, config)
     everything = any(_all(optimisation) for optimisation in stages)
-    rates = {("new", optimisation.lr.new) for optimisation in stages}
-    rates |= {("pretrained", optimisation.lr.pretrained) for optimisation in stages if _all(optimisation)}
-    rates |= {("lora", optimisation.lr.lora) for optimisation in stages if optimisation.train == "lora"}
-    for kind, rate in sorted(rates):
-        if rate > LARGEST_SENSIBLE:
-            found.append(
-                f"The learning rate optimisation.lr.{kind} = {rate:g} moves every parameter by about {rate:g} in each "
-                f"step, which destroys what it knows; usual are {suggested(config, everything)}."
-            )
     if evaluations:
         before, after = evaluations[0]["perplexity"], evaluations[-1]["perplexity"]
         worse = after > WORSE * before
@@ -44,6 +35,22 @@ def warnings(
             f"{what}: the run has made the model worse, most likely because the learning rate is too high; usual are "
             f"{suggested(config, everything)}."
         )
+    return found
+
+
+def unusual_rates(stages: list[OptimisationSettings], config: Any) -> list[str]:
+    """A sentence for each learning rate that no model survives."""
+    found = []
+    everything = any(_all(optimisation) for optimisation in stages)
+    rates = {("new", optimisation.lr.new) for optimisation in stages}
+    rates |= {("pretrained", optimisation.lr.pretrained) for optimisation in stages if _all(optimisation)}
+    rates |= {("lora", optimisation.lr.lora) for optimisation in stages if optimisation.train == "lora"}
+    for kind, rate in sorted(rates):
+        if rate > LARGEST_SENSIBLE:
+            found.append(
+                f"The learning rate optimisation.lr.{kind} = {rate:g} moves every parameter by about {rate:g} in each "
+                f"step, which destroys what it knows; usual are {suggested(config, everything)}."
+            )
     return found
 
 

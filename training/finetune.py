@@ -29,7 +29,7 @@ from transformer2.training.isolation import check_isolation
 from transformer2.training.launching import deterministic, enable_checkpointing, start
 from transformer2.training.loading import find_checkpoint, load_model, load_tokenizer, stored_dtypes
 from transformer2.training.loop import Loop
-from transformer2.training.lora import FOLDER, save_adapter
+from transformer2.training.lora import BASE_FILE, FOLDER, save_adapter
 from transformer2.training.parameters import named_parameters
 from transformer2.training.progress import Progress
 from transformer2.training.rows import load_rows
@@ -156,7 +156,7 @@ def run(
     if partial is not None:
         if peft is not None:
             save_adapter(peft, partial.path / FOLDER, base_name(settings))
-            write_json(partial.path / FOLDER / "transformer2_base.json", {"model_digest": about["model"]})
+            write_json(partial.path / FOLDER / BASE_FILE, {"model_digest": about["model"]})
             model = peft.merge_and_unload()
         names = {name for name, _ in named_parameters(model)}
         changed = set(loop.counters.trained) | {

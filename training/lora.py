@@ -16,6 +16,7 @@ from transformer2.training.parameters import canonical, named_parameters
 from transformer2.training.schema import LoraSettings
 
 FOLDER = "adapter"  # in the output of a run
+BASE_FILE = "transformer2_base.json"  # which weights it was trained on
 
 
 def new_modules(model: nn.Module) -> list[str]:
