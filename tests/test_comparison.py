@@ -225,3 +225,51 @@ def test_frozen_patterns_have_to_mean_something(tmp_path, text):
         train(run_settings(model, tmp_path / "out", text, frozen=["gaet"]))
     with pytest.raises(UserError, match="no regular expression"):
         load_settings(run_settings(model, tmp_path / "out", text, frozen=["("]))
+
+
+def test_patterns_that_suit_some_arms_only_are_left_out_of_the_others(tmp_path, text):
+    """The control keeps what it can: frozen embeddings stay frozen, DDL's gates mean nothing to it."""
+    model = checkpoint(tmp_path / "model", None, dtype=torch.float32)
+    settings = run_settings(model, tmp_path / "out", text, steps=1, train="all")
+    settings["data"]["eval_tokens"] = 30
+    settings["optimisation"] |= {
+        "frozen": ["embed_tokens", r"\.gate\."],
+        "groups": [{"match": "attn_residual", "lr": 1e-3}, {"match": r"self_attn\.q_proj", "lr": 1e-4}],
+        "anneal": {"erase": 1.0},
+    }
+    report = train({**settings, "control": True, "variants": ["ddl", "short_swa"]})
+    start = load_file(model / "model.safetensors")
+    for arm in report["arms"]:
+        weights = load_file(tmp_path / "out" / f"{arm}-seed0" / "model.safetensors")
+        assert torch.equal(weights["model.embed_tokens.weight"], start["model.embed_tokens.weight"])
+        assert not torch.equal(weights["model.norm.weight"], start["model.norm.weight"])
+        own = json.loads((tmp_path / "out" / f"{arm}-seed0" / "training_report.json").read_text())
+        rates = own["steps"][0]["learning_rates"]
+        assert rates[r"self_attn\.q_proj"] == 1e-4
+        assert ("attn_residual" in rates) == (arm == "ddl")
+        erase = [value for name, value in weights.items() if name.endswith("erase")]
+        assert bool(erase) == (arm == "ddl")
+        assert all(value == 1 for value in erase)
+    for wrong in ({"frozen": ["gaet"]}, {"groups": [{"match": "gaet", "lr": 1}]}, {"anneal": {"erasee": 1}}):
+        settings["optimisation"] |= {"frozen": [], "groups": [], "anneal": {}, **wrong}
+        with pytest.raises(
+            UserError, match=r"No arm of this comparison has a parameter with a name like '(gaet|.*erasee)"
+        ):
+            train({**settings, "control": True, "variants": ["ddl"], "output": str(tmp_path / "other")})
+
+
+def test_the_control_of_adapters_trains_adapters_and_nulls_hold_in_every_stage(tmp_path, text):
+    model = checkpoint(tmp_path / "model", IDENTITY_DDL, dtype=torch.float32)
+    settings = run_settings(model, tmp_path / "out", text, lora={"r": 2, "targets": ["q_proj"]})
+    settings["data"]["eval_tokens"] = 30
+    settings["stages"] = [
+        {"name": "new", "steps": 1, "train": "new", "frozen": [r"\.gate\."]},
+        {"name": "joint", "steps": 1, "train": "lora"},
+    ]
+    report = train({**settings, "control": True, "nulls": ["write_only"]})
+    adapters = 2 * 2 * SIZE["hidden_size"] * SIZE["num_hidden_layers"]
+    assert report["arms"]["control"]["trained"] == adapters
+    weights = load_file(tmp_path / "out" / "ddl-write_only-seed0" / "model.safetensors")
+    assert all(value == 0 for name, value in weights.items() if name.endswith("erase"))
+    trained = load_file(tmp_path / "out" / "ddl-seed0" / "model.safetensors")
+    assert any(value != 0 for name, value in trained.items() if name.endswith("erase"))

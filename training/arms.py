@@ -5,7 +5,6 @@ model: path/to/llama, variants: [...]     a conversion for each variant; the con
 model: {preset: tiny, ...}, variants      random weights; what all arms share starts alike in all of them
 """
 
-import dataclasses
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from transformers import PreTrainedConfig
 from transformer2.configs import names, nearest_size, preset, variant
 from transformer2.conversion.paths import user_path
 from transformer2.errors import UserError
+from transformer2.training.fitting import check_patterns, parameter_names
 from transformer2.training.loading import find_checkpoint, load_tokenizer
 from transformer2.training.saving import SIDE_FILES
 from transformer2.training.scratch import start_from_scratch
@@ -64,29 +64,8 @@ def plan_arms(settings: Settings) -> list[Arm]:
     arms = _from_preset(settings) if isinstance(settings.model, dict) else _from_checkpoint(settings)
     if doubled := [arm.name for arm in arms if [other.name for other in arms].count(arm.name) > 1]:
         raise UserError(f"variants has {doubled[0]!r} among them, which `control: true` trains already; drop one.")
+    check_patterns(settings, {arm.name: parameter_names(settings, arm.config()) for arm in arms})
     return arms
-
-
-def arm_settings(settings: Settings, arm: Arm, start: Path, output: Path, seed: int) -> Settings:
-    """The settings of one run: those of the comparison, but for what the arm and the seed change."""
-    optimisation = dataclasses.replace(
-        settings.optimisation, seed=seed, frozen=[*settings.optimisation.frozen, *arm.frozen]
-    )
-    if arm.name == CONTROL:  # it has nothing new: where the others train that alone, it trains what it has
-        optimisation = dataclasses.replace(optimisation, train="all", frozen=[])
-    held_out_by = settings.optimisation.seed if settings.data.hold_out_seed is None else settings.data.hold_out_seed
-    return dataclasses.replace(
-        settings,
-        data=dataclasses.replace(settings.data, hold_out_seed=held_out_by),  # the same documents for every seed
-        model=str(start),
-        output=str(output),
-        overwrite=False,
-        control=False,
-        nulls=[],
-        variants=[],
-        seeds=[],
-        optimisation=optimisation,
-    )
 
 
 def _split(name: str) -> tuple[str, str]:

@@ -23,10 +23,11 @@ from transformer2.conversion.files import write_json
 from transformer2.conversion.paths import plain_os_errors, user_path
 from transformer2.errors import UserError
 from transformer2.training import precision
-from transformer2.training.arms import CONTROL, Arm, arm_settings, plan_arms
+from transformer2.training.arms import CONTROL, Arm, plan_arms
 from transformer2.training.comparison_plot import plot_curves
 from transformer2.training.comparison_report import to_markdown, with_comparisons
 from transformer2.training.evaluation import likelihood
+from transformer2.training.fitting import arm_settings
 from transformer2.training.loading import load_model, load_tokenizer
 from transformer2.training.paired import DocumentScores, score_documents
 from transformer2.training.rows import load_rows

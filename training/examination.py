@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformer2.conversion.paths import user_path
 from transformer2.errors import UserError
 from transformer2.training import diagnosis, memory, parameters, precision
-from transformer2.training.arms import CONTROL, Arm, arm_settings, is_comparison, plan_arms
+from transformer2.training.arms import CONTROL, Arm, is_comparison, plan_arms
 from transformer2.training.data_report import data_stats
+from transformer2.training.fitting import arm_settings
 from transformer2.training.isolation import check_isolation
 from transformer2.training.loading import find_checkpoint, load_model, load_tokenizer, stored_dtypes
 from transformer2.training.lora import add_adapters
@@ -91,15 +92,15 @@ def _describe(arm: Arm, settings: Settings, source: Path | None, chosen: str) ->
     plan = stages(settings)
     dtypes = {torch.float32} if source is None else set(stored_dtypes(source).values())
     everything = "all" if any(stage.optimisation.train == "all" for stage in plan) else "new"
-    with memory.without_numbers():
-        dtype = precision.load_dtype(chosen, everything, dtypes)
+    dtype = precision.load_dtype(chosen, everything, dtypes)
+    with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(arm.config(), dtype=dtype, trust_remote_code=False)
-        adapted, described = False, []
-        for stage in plan:
-            if stage.optimisation.train == "lora" and not adapted:
-                add_adapters(model, stage.optimisation.lora)
-                adapted = True
-            described.append(_stage(model, stage, settings, chosen))
+    adapted, described = False, []
+    for stage in plan:
+        if stage.optimisation.train == "lora" and not adapted:
+            add_adapters(model, stage.optimisation.lora)
+            adapted = True
+        described.append(_stage(model, stage, settings, chosen))
     return {"name": arm.name, "about": arm.about, "stages": described}
 
 

@@ -1,7 +1,6 @@
 """How much memory a training step needs, without having it: the model is run with tensors that hold no numbers."""
 
-import contextlib
-from collections.abc import Iterator
+import copy
 
 import torch
 from torch import nn
@@ -15,20 +14,13 @@ from transformer2.training.settings import OptimisationSettings
 FLOAT = 4  # bytes
 
 
-@contextlib.contextmanager
-def without_numbers() -> Iterator[None]:
-    """Every tensor that is made in here, and every result, has a shape, a type and a device, and takes no memory."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        yield
-
-
 def estimate(model: nn.Module, optimisation: OptimisationSettings, length: int, precision: str) -> dict[str, int]:
     """Bytes that one process needs which shares nothing with others, by what they are for, and their sum, "total".
 
-    To be called `without_numbers`, like the making of `model`, which is in the types that it is trained in, with
-    `requires_grad` as it will be. weights; gradients and AdamW's two moments, in float32; activations, the tensors
-    that one micro-batch of rows of `length` tokens keeps for the backward pass, bfloat16 copies of weights among them;
-    logits, of those targets whose loss is computed at a time. What libraries and fragmentation take is not in it.
+    model: on the device "meta", in the types that it is trained in, with `requires_grad` as it will be.
+    weights; gradients and AdamW's two moments, in float32; activations, the tensors that one micro-batch of rows of
+    `length` tokens keeps for the backward pass, bfloat16 copies of weights among them; logits, of those targets whose
+    loss is computed at a time. What libraries and fragmentation take is not in it.
     """
     sizes = [(parameter, parameter.numel()) for _, parameter in named_parameters(model)]
     trained = sum(size for parameter, size in sizes if parameter.requires_grad)
@@ -49,8 +41,6 @@ def activations(model: nn.Module, rows: int, length: int, precision: str, checkp
 
     Up to about a tenth too much for small rows, where the real pass does without a mask; twice too much for Canon.
     """
-    base = model.base_model if hasattr(model.base_model, "layers") else model.base_model.model.model  # inside PEFT
-    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
     inputs: dict[int, torch.UntypedStorage] = {}
 
@@ -65,17 +55,33 @@ def activations(model: nn.Module, rows: int, length: int, precision: str, checkp
             if isinstance(value, torch.Tensor):
                 inputs[value.untyped_storage()._cdata] = value.untyped_storage()
 
-    hooks = [layer.register_forward_pre_hook(note) for layer in base.layers]
-    ids = torch.zeros(rows, length, dtype=torch.long)
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
-    with saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
-        base(input_ids=ids, use_cache=False)
-    for hook in hooks:
-        hook.remove()
+    # Not on "meta" itself, where autocast does nothing, and whoever looks at a number fails.
+    base = copy.deepcopy(model.base_model)
+    with FakeTensorMode():
+        _put_on_cpu(base)
+        own = {parameter.untyped_storage()._cdata for parameter in base.parameters()}
+        for layer in base.layers:
+            layer.register_forward_pre_hook(note)
+        ids = torch.zeros(rows, length, dtype=torch.long)
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
+        with saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
+            base(input_ids=ids, use_cache=False)
     everything = sum(storage.nbytes() for storage in kept.values())
     if not checkpointing:
         return everything
     return sum(storage.nbytes() for storage in inputs.values()) + everything // len(base.layers)
+
+
+def _put_on_cpu(model: nn.Module) -> None:
+    """Give the model parameters and buffers that look as if they were on the CPU."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
 def available(device: torch.device) -> int:

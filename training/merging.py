@@ -96,23 +96,30 @@ def _check_belongs(folder: Path, source: Path) -> None:
 
 def _load(folder: Path, source: Path) -> tuple[Any, set[str]]:
     """PEFT's view of the model with its adapters, and the names of the tensors in the adapter's file."""
-    from peft import PeftModel, get_peft_model_state_dict
-    from safetensors import SafetensorError, safe_open
+    from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
 
     try:
-        with safe_open(folder / "adapter_model.safetensors", framework="pt") as tensors:
-            saved = set(tensors.keys())
-        peft_model = PeftModel.from_pretrained(load_model(source, torch.float32), folder, is_trainable=False)
+        tensors = load_file(folder / "adapter_model.safetensors")
     except SafetensorError as error:
         raise UserError(f"{folder / 'adapter_model.safetensors'} is damaged ({error}): copy it again.") from error
+    saved, model = set(tensors), load_model(source, torch.float32)
+    try:
+        config = PeftConfig.from_pretrained(folder)
+        config.base_model_name_or_path = model.name_or_path
+        peft_model = get_peft_model(model, config)
+        wanted = set(get_peft_model_state_dict(peft_model, save_embedding_layers=False))
+        if missing := sorted(wanted - saved):
+            raise UserError(
+                f"The adapter in {folder} lacks {len(missing)} tensors, such as {missing[0]}: save it again."
+            )
+        if more := sorted(saved - wanted):
+            raise UserError(f"{source} has no place for {len(more)} tensors of the adapter, such as {more[0]}.")
+        set_peft_model_state_dict(peft_model, tensors)
     except (ValueError, RuntimeError, KeyError, TypeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"The adapter in {folder} does not fit {source}: {reason}") from error
-    wanted = set(get_peft_model_state_dict(peft_model, save_embedding_layers=False))
-    if missing := sorted(wanted - saved):
-        raise UserError(f"The adapter in {folder} lacks {len(missing)} tensors, such as {missing[0]}: save it again.")
-    if more := sorted(saved - wanted):
-        raise UserError(f"{source} has no place for {len(more)} tensors of the adapter, such as {more[0]}.")
     return peft_model.eval(), saved
 
 
