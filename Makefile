@@ -8,7 +8,7 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY = 1
 
-.PHONY: demo test test-slow test-oldest test-versions hf-suite check style install bench clean
+.PHONY: demo test test-slow test-oldest test-versions hf-suite check style install bench results-smollm2 results-scratch clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m transformer2_cli.demo $(if $(MODEL),--model "$(MODEL)") --out "$(OUT)"
@@ -43,6 +43,19 @@ style: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/residual_speed.py
 	$(BIN)/python benchmarks/depth.py --compile
+
+# The committed reports in benchmarks/results/; an interrupted run goes on with the same command.
+results-smollm2 results-scratch: results-%: build/corpus.jsonl build/smollm2-dequantised
+	$(BIN)/transformer2 train benchmarks/results/$*.yaml
+	mkdir -p benchmarks/results/$*
+	cp build/results-$*/report.json build/results-$*/report.md build/results-$*/curves.png benchmarks/results/$*/
+
+build/corpus.jsonl: $(VENV)/.dev
+	mkdir -p build
+	$(BIN)/python benchmarks/corpus.py $@
+
+build/smollm2-dequantised: $(VENV)/.demo
+	$(BIN)/python benchmarks/smollm2.py $@
 
 install: $(VENV)/.base
 

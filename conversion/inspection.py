@@ -70,7 +70,7 @@ def _scalars(own: dict[str, TensorEntry]) -> dict[str, dict[str, Any]]:
     groups: dict[str, dict[int, float]] = {}
     for name, entry in own.items():
         match = re.fullmatch(r"model\.layers\.(\d+)\.(\w+)_residual\.rewrite\.(\w+)", name)
-        if match and match[3] in SCALARS and entry.shape == ():
+        if match and match[3] in SCALARS and entry.shape == (1,):
             with safe_open(entry.file, "pt") as shard:
                 value = shard.get_tensor(name).item()
             groups.setdefault(f"{match[2]} {match[3]}", {})[int(match[1])] = value

@@ -197,8 +197,9 @@ class CarriedDeltaRule(DeltaRule):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.carry = nn.Parameter(torch.ones((), dtype=torch.float32))
-        self.erase = nn.Parameter(torch.zeros((), dtype=torch.float32))
+        # One number each, as vectors: FSDP2 cannot cut up tensors without dimensions.
+        self.carry = nn.Parameter(torch.ones(1, dtype=torch.float32))
+        self.erase = nn.Parameter(torch.zeros(1, dtype=torch.float32))
 
     def build(self, hidden_size, value_channels, beta_init, gate_hidden_size, std) -> tuple[nn.Module, nn.Module]:
         gate = ZeroLinear(gate_hidden_size or hidden_size, 1)  # 2 sigmoid(0) is exactly 1

@@ -120,10 +120,10 @@ def test_new_tensors_must_be_those_of_the_config(source, output):
 
 def test_types_and_shapes(source, output):
     edit(output / BASE, model__norm__weight=lambda x: x.bfloat16())
-    edit(output / NEW, model__layers__0__mlp_residual__rewrite__erase=lambda x: x.reshape(1))
+    edit(output / NEW, model__layers__0__mlp_residual__rewrite__erase=lambda x: x.reshape(1, 1))
     found = failures(source, output, "L0")
     assert "L0 base tensors: model.norm.weight was F32 [32] and is BF16 [32]" in found
-    assert any("erase should be torch.float32 [], and is F32 [1]" in failure for failure in found)
+    assert any("erase should be torch.float32 [1], and is F32 [1, 1]" in failure for failure in found)
 
 
 def test_lost_and_added_files(source, output):

@@ -55,12 +55,3 @@ def is_deepspeed(accelerator: Accelerator) -> bool:
 def _zero_stage(accelerator: Accelerator) -> int | None:
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     return None if plugin is None else plugin.zero_stage
-
-
-def average_whole_gradients(accelerator: Accelerator, model: nn.Module) -> None:
-    """FSDP2 cannot cut up single numbers (DDL's carry and erase), and leaves their gradients to each process."""
-    if accelerator.distributed_type != DistributedType.FSDP:
-        return
-    for parameter in model.parameters():
-        if parameter.grad is not None and not is_sharded(parameter):
-            parameter.grad = accelerator.reduce(parameter.grad, reduction="mean")

@@ -16,7 +16,7 @@ from transformer2.training.evaluation import likelihood, score
 from transformer2.training.loss import batch_loss
 from transformer2.training.packing import IGNORED, Row, Rows, collate
 from transformer2.training.settings import LossSettings
-from transformer2.training.sharding import average_whole_gradients, is_sharding
+from transformer2.training.sharding import is_sharding
 
 MOST_SKIPPED = 10  # steps in a row; then no later one will be finite either
 POLL = 16  # batches of an evaluation between two looks at whether to stop
@@ -45,7 +45,6 @@ def accumulate(
             share = batch_loss(model, network, batch, labels, kl=loss.kl, temperature=loss.temperature) / targets
             accelerator.backward(share * accelerator.num_processes)  # gradients are averaged over the processes
             total += share.detach()
-    average_whole_gradients(accelerator, model)
     return accelerator.reduce(total, reduction="sum").item()
 
 
