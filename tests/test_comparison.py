@@ -203,6 +203,8 @@ def test_comparisons_that_make_no_sense(tmp_path, text, changes, words):
     settings["data"]["eval_tokens"] = 60
     if settings["model"] == "llama":
         settings["model"] = str(folders["llama"])
+    elif isinstance(settings["model"], dict) and settings["model"].get("tokenizer") == "llama":
+        settings["model"] = {**settings["model"], "tokenizer": str(folders["llama"])}
     with pytest.raises(UserError, match=words):
         plan_arms(load_settings(settings))
 
