@@ -7,14 +7,16 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from accelerate import DistributedType
+from accelerate.commands.config.config_args import load_config_from_file
 from helpers import CASES
 from torch import nn
 
+import transformer2.configs
 from transformer2.errors import MachineError, UserError
 from transformer2.training.sharding import check_distribution, check_sharded
 
@@ -28,6 +30,7 @@ from transformer2.training import state
 from transformer2.training.launching import enable_checkpointing
 from transformer2.training.sharding import check_sharded
 from accelerate import DistributedType
+from accelerate.commands.config.config_args import load_config_from_file
 from types import SimpleNamespace
 from helpers import LOCAL_MIXERS, RESIDUALS, tiny_model, tokens
 
@@ -138,3 +141,42 @@ def test_sharding_that_was_asked_for_and_is_not_there(monkeypatch, variable, kin
 def test_fsdp_1_is_refused():
     with pytest.raises(UserError, match="set fsdp_version: 2, as configs/accelerate/fsdp2.yaml does"):
         check_distribution(SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=False))
+
+
+CONFIGS = Path(transformer2.configs.__file__).parent / "accelerate"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "processes"),
+    [("one_gpu", "NO", 1), ("ddp", "MULTI_GPU", 8), ("fsdp2", "FSDP", 8), ("zero3", "DEEPSPEED", 8)],
+)
+def test_the_launcher_reads_the_shipped_configurations(name, kind, processes):
+    config = load_config_from_file(str(CONFIGS / f"{name}.yaml"))
+    assert (config.distributed_type, config.num_processes) == (DistributedType[kind], processes)
+
+
+LAUNCHED = """
+import functools
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from helpers import tiny_model
+from transformer2.modeling_transformer2 import Transformer2DecoderLayer
+from transformer2.training.sharding import check_distribution
+
+plugin, model = FullyShardedDataParallelPlugin(), tiny_model("ddl")
+plugin.set_auto_wrap_policy(model)
+policy = plugin.auto_wrap_policy.keywords["transformer_layer_cls"]
+print(plugin.fsdp_version, plugin.reshard_after_forward, plugin.activation_checkpointing)
+print(set(policy) == {Transformer2DecoderLayer}, {type(model.model.layers[0])} == set(policy))
+check_distribution(Accelerator(cpu=True))
+"""
+
+
+def test_fsdp2_cuts_at_our_layers_and_a_machine_that_cannot_shard_says_so(tmp_path):
+    (tmp_path / "launched.py").write_text(LAUNCHED)
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / "fsdp2.yaml")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [*launch, "--num_processes", "1", str(tmp_path / "launched.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+    assert done.stdout.splitlines()[:2] == ["2 True False", "True True"], done.stderr
+    assert done.returncode != 0
+    assert "The launcher was asked for FSDP, and Accelerate uses" in done.stderr
