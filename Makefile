@@ -8,7 +8,7 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY = 1
 
-.PHONY: demo test test-slow test-oldest test-versions hf-suite check style install bench results-smollm2 results-scratch clean
+.PHONY: demo test test-slow test-oldest test-versions test-harness hf-suite check style install bench results-smollm2 results-scratch clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m transformer2_cli.demo $(if $(MODEL),--model "$(MODEL)") --out "$(OUT)"
@@ -26,6 +26,12 @@ test-oldest:
 	$(VENV)-oldest/bin/python -m pytest -q -n $(WORKERS) -m "not slow"
 
 test-versions: test test-oldest
+
+# With lm-evaluation-harness, which brings many packages along: in a virtual environment of its own.
+test-harness:
+	$(MAKE) $(VENV)-harness/.dev VENV=$(VENV)-harness
+	$(VENV)-harness/bin/python -m pip install -e ".[harness]"
+	$(VENV)-harness/bin/python -m pytest -q tests/test_metrics.py
 
 # The tests of transformers itself, for every variant next to stock Llama; about 25 minutes.
 hf-suite: $(VENV)/.dev

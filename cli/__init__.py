@@ -14,6 +14,7 @@ import typer
 from . import (
     conversion,
     data,
+    evaluating,
     generation,
     looking,
     planning,
@@ -35,6 +36,7 @@ for room in (
     looking,
     data,
     preparing,
+    evaluating,
     training,
     generation,
 ):

@@ -1,4 +1,4 @@
-"""Commands around training: init, train, eval."""
+"""Commands around training: init, train."""
 
 import json
 import os
@@ -14,7 +14,6 @@ def add_commands(app: typer.Typer) -> None:
     """Register the commands of this file."""
     app.command("init")(init)
     app.command("train")(train)
-    app.command("eval")(evaluate)
 
 
 def init(
@@ -74,40 +73,6 @@ def train(
         print(json.dumps(report, indent=2) if as_json else _train_summary(report, settings.output))
 
 
-def evaluate(
-    model: Annotated[str, typer.Argument(help="Checkpoint folder or hub name.", metavar="PATH")],
-    text: Annotated[str, typer.Option(help="Text, JSONL or parquet file, data set folder or hub data set.")],
-    against: Annotated[str | None, typer.Option(help="A second checkpoint to compare with.")] = None,
-    sequence_length: Annotated[int | None, typer.Option(help="Tokens per row; default: 1024 at most.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Score only the first so many tokens.")] = None,
-    dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
-    text_column: Annotated[str, typer.Option(help="Column with the text, of tables and data sets.")] = "text",
-    separator: Annotated[str | None, typer.Option(help="What stands between the documents of a text file.")] = None,
-    split: Annotated[str, typer.Option(help="Split of a data set.")] = "train",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Perplexity and bits per byte on a text, and the distance to another checkpoint."""
-    from tqdm import tqdm
-
-    from transformer2.training.evaluation import evaluate as run
-
-    with tqdm(unit="token", file=sys.stderr, delay=0.5, disable=not sys.stderr.isatty()) as bar:
-        report = run(
-            model,
-            text,
-            against=against,
-            sequence_length=sequence_length,
-            max_tokens=max_tokens,
-            dtype=dtype,
-            text_column=text_column,
-            separator=separator,
-            split=split,
-            on_start=bar.reset,
-            on_batch=bar.update,
-        )
-    print(json.dumps(report, indent=2) if as_json else _evaluation_summary(report))
-
-
 def _leave_process_group() -> None:
     """So that torch does not complain at exit. Does nothing where nothing was imported."""
     torch = sys.modules.get("torch")
@@ -126,23 +91,3 @@ def _train_summary(report: dict[str, Any], output: str) -> str:
         before, after = report["perplexity_before"], report["perplexity_after"]
         lines.append(f"Held-out perplexity {before:.3f} -> {after:.3f}.")
     return "\n".join([*lines, f"Wrote {output}."])
-
-
-def _evaluation_summary(report: dict[str, Any]) -> str:
-    def line(name: str, scores: dict[str, Any]) -> str:
-        return (
-            f"{name:<8}{scores['perplexity']:>12.4f} perplexity {scores['nll']:>10.5f} nats/token "
-            f"{scores['bits_per_byte']:>9.5f} bits/byte"
-        )
-
-    lines = [
-        f"{report['tokens']:,} tokens ({report['bytes']:,} bytes) in rows of {report['sequence_length']}, "
-        f"{report['dtype']}, {report['tokens_per_second']:.0f} tokens/s",
-        line("model", report),
-    ]
-    if "base" in report:
-        lines.append(line("base", report["base"]))
-        lines.append(
-            f"KL(base || model) {report['kl']:.6f} nats/token, same first choice {report['top1_agreement']:.2%}"
-        )
-    return "\n".join(lines)

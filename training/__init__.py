@@ -1,11 +1,12 @@
-"""Fine-tuning, evaluating and trying out checkpoints: `doctor`, `train`, `merge`, `evaluate`, `generate`."""
+"""Fine-tuning, evaluating and trying out checkpoints: `doctor`, `train`, `merge`, `evaluate`,
+`run_tasks`, `generate`."""
 
 import importlib
 
 _FUNCTIONS = {"train": "finetune", "evaluate": "evaluation", "generate": "generation"}
-_FUNCTIONS |= {"doctor": "examination", "merge": "merging"}
+_FUNCTIONS |= {"doctor": "examination", "merge": "merging", "run_tasks": "harness"}
 
-__all__ = ["doctor", "evaluate", "generate", "merge", "train"]
+__all__ = ["doctor", "evaluate", "generate", "merge", "run_tasks", "train"]
 
 
 def __getattr__(name: str):

@@ -98,6 +98,32 @@ def evaluate(
     bits_per_byte}, kl (mean KL(base || model) per token, in nats) and top1_agreement.
     Raises UserError for bad input, CheckFailed where a model's output is not finite.
     """
+    return score_texts(
+        model,
+        read_documents(text, text_column, separator, split),
+        against=against,
+        sequence_length=sequence_length,
+        max_tokens=max_tokens,
+        dtype=dtype,
+        rows_per_batch=rows_per_batch,
+        on_start=on_start,
+        on_batch=on_batch,
+    )
+
+
+def score_texts(
+    model: str | Path,
+    documents: list[str],
+    *,
+    against: str | Path | None = None,
+    sequence_length: int | None = None,
+    max_tokens: int | None = None,
+    dtype: str = "auto",
+    rows_per_batch: int = 1,
+    on_start: Callable[[int], Any] = lambda tokens: None,
+    on_batch: Callable[[int], Any] = lambda tokens: None,
+) -> dict[str, Any]:
+    """`evaluate`, on documents in memory."""
     for name, value in (("sequence length", sequence_length), ("number of tokens", max_tokens)):
         if value is not None and value < 2:
             raise UserError(
@@ -108,7 +134,6 @@ def evaluate(
     folder = find_checkpoint(model)
     base_folder = find_checkpoint(against) if against is not None else None
     tokenizer = load_tokenizer(folder)
-    documents = read_documents(text, text_column, separator, split)
     packed = tokenize(documents, tokenizer, count_bytes=True).head(max_tokens)
     if base_folder is not None:
         _check_same_tokens(documents[0], tokenizer, load_tokenizer(base_folder))
