@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import io
 import os
 import signal
 import sys
@@ -98,6 +99,16 @@ def reporting_errors() -> Iterator[None]:
         raise SystemExit(exit_code) from None
 
 
+def open_streams() -> None:
+    """Closed streams read and write nothing; characters that standard output cannot show are escaped."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper):  # a test or a notebook may have put something else there
+            stream.reconfigure(errors=errors)
+
+
 def keep_logs_short() -> None:
     """No progress bars of the libraries where standard error is no terminal: they would fill a log file."""
     if sys.stderr.isatty():
@@ -116,6 +127,7 @@ def _end_as_if_interrupted(signum: int, frame: object) -> None:
 def main() -> None:
     """Run the command line."""
     signal.signal(signal.SIGTERM, _end_as_if_interrupted)  # what job schedulers send
+    open_streams()
     keep_logs_short()
     with reporting_errors():
         app()

@@ -52,8 +52,9 @@ def generate(
 ) -> None:
     """Continue a prompt, printing each token as it is made."""
     from transformer2.conversion.paths import plain_os_errors
-    from transformer2.training.generation import Conversation, Generator
+    from transformer2.training.generation import Conversation, Generator, check_options
 
+    check_options(max_new_tokens, temperature, top_p, top_k, seed)
     if system is not None and not chat:
         raise typer.BadParameter("is for chats: add --chat.", param_hint="--system")
     if prompt == "-":
@@ -96,8 +97,9 @@ def chat(
     """Talk to a model in its chat format: one line a message, /clear starts anew, /exit or Ctrl-D ends."""
     from transformer2.conversion.paths import plain_os_errors
     from transformer2.errors import UserError
-    from transformer2.training.generation import Conversation, Generator
+    from transformer2.training.generation import Conversation, Generator, check_options
 
+    check_options(max_new_tokens, temperature, top_p, top_k, seed)
     with plain_os_errors():
         generator = Generator(model, dtype=dtype, device=device, attention=attention, compiled=compiled)
         generator.encode_chat([{"role": "user", "content": "Hello"}])  # a model without a chat format is told at once

@@ -76,7 +76,11 @@ def test_the_command_writes_the_text_alone_to_standard_output(model, monkeypatch
     assert made["tokens_per_second"] == pytest.approx(7 / (made["seconds"] - made["first_token_seconds"]))
     for arguments, message in (
         (["--max-new-tokens", 0], "must be at least 1"),
-        (["--temperature", 0], "temperature must be greater than 0"),
+        (["--temperature", 0], "temperature must be at least 0.0001, got 0"),
+        (["--temperature", 1e-300], "temperature must be at least 0.0001, got 1e-300"),
+        (["--temperature", "nan"], "temperature must be at least 0.0001, got nan"),
+        (["--seed", -1], "seed must lie between 0 and 2^32 - 1, got -1"),
+        (["--seed", 2**32], "seed must lie between 0 and"),
         (["--dtype", "float8"], "Unknown dtype"),
         (["--chat"], "no chat format"),
         (["--system", "w3"], "add --chat"),

@@ -44,9 +44,8 @@ def wheel(tmp_path_factory) -> Path:
 def test_the_wheel_holds_every_file(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     for folder, package in FOLDERS.items():
-        files = [
-            path.name for path in (ROOT / folder).iterdir() if path.suffix in (".py", ".typed", ".yaml", ".jinja")
-        ]
+        suffixes = (".py", ".typed", ".yaml", ".json", ".jinja")
+        files = [str(p.relative_to(ROOT / folder)) for p in (ROOT / folder).rglob("*") if p.suffix in suffixes]
         assert files
         for file in files:
             assert f"{package}/{file}" in names

@@ -14,6 +14,7 @@ from transformer2.errors import MachineError, UserError
 from transformer2.training.loading import find_checkpoint, load_model, load_tokenizer
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOWEST_TEMPERATURE = 1e-4  # below, logits divided by it leave float32
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 
 
@@ -88,7 +89,8 @@ class Generator:
         self.compiled = compiled
 
     def encode(self, prompt: str) -> dict[str, Tensor]:
-        """input_ids and attention_mask, [1, T]. Raises UserError for a prompt without tokens."""
+        """input_ids and attention_mask, [1, T]. Raises UserError for a prompt without tokens, or that is no text."""
+        check_text(prompt)
         encoded = self.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         if encoded["input_ids"].shape[1] == 0:
             raise UserError("The prompt is empty.")
@@ -100,6 +102,9 @@ class Generator:
         Raises UserError where it has none, or where that refuses the messages.
         """
         from jinja2 import TemplateError
+
+        for message in messages:
+            check_text(message["content"])
 
         if not self.tokenizer.chat_template:
             raise UserError(
@@ -131,12 +136,7 @@ class Generator:
         do_sample, temperature, top_p, top_k: None for what the checkpoint says; any of the last three means sampling.
         Raises UserError for values out of range and prompts longer than the context.
         """
-        if max_new_tokens < 1:
-            raise UserError(f"The number of new tokens must be at least 1, got {max_new_tokens}.")
-        if (temperature is not None and not temperature > 0) or (top_p is not None and not 0 < top_p <= 1):
-            raise UserError("The temperature must be greater than 0, and top-p must lie between 0 and 1.")
-        if top_k is not None and top_k < 1:
-            raise UserError(f"Top-k must be at least 1, got {top_k}.")
+        check_options(max_new_tokens, temperature, top_p, top_k, seed)
         length, context = inputs["input_ids"].shape[1], self.network.config.max_position_embeddings
         if length >= context:
             raise UserError(f"The prompt has {length:,} tokens, and the model's context is {context:,}: shorten it.")
@@ -182,6 +182,33 @@ class Conversation:
         answer = self.generator.write(self.generator.encode_chat([*before, *self.messages, question]), **options)
         self.messages += [question, {"role": "assistant", "content": answer.text}]
         return answer
+
+
+def check_options(
+    max_new_tokens: int, temperature: float | None, top_p: float | None, top_k: int | None, seed: int | None
+) -> None:
+    """Raise UserError for what `Generator.write` cannot do."""
+    if max_new_tokens < 1:
+        raise UserError(f"The number of new tokens must be at least 1, got {max_new_tokens}.")
+    if temperature is not None and not temperature >= LOWEST_TEMPERATURE:
+        raise UserError(
+            f"The temperature must be at least {LOWEST_TEMPERATURE}, got {temperature}; without sampling, the "
+            "likeliest token is always taken."
+        )
+    if top_p is not None and not 0 < top_p <= 1:
+        raise UserError(f"Top-p must be above 0 and at most 1, got {top_p}.")
+    if top_k is not None and top_k < 1:
+        raise UserError(f"Top-k must be at least 1, got {top_k}.")
+    if seed is not None and not 0 <= seed < 2**32:
+        raise UserError(f"The seed must lie between 0 and 2^32 - 1, got {seed}.")
+
+
+def check_text(text: str) -> None:
+    """Raise UserError for bytes that are no text: Python passes them through arguments and streams in disguise."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"The prompt is not valid UTF-8, at character {error.start + 1}: convert it first.") from None
 
 
 def known_device(name: str) -> torch.device:
