@@ -96,3 +96,9 @@ def parents_for(output: Path) -> Iterator[None]:
             with contextlib.suppress(OSError):  # something else is in it by now
                 parent.rmdir()
         raise
+
+
+def check_seed(seed: int, name: str = "The seed") -> None:
+    """Raise UserError for a seed that one of the generators (NumPy's takes 32 bits) would refuse."""
+    if not 0 <= seed < 2**32:
+        raise UserError(f"{name} must lie between 0 and 2^32 - 1, got {seed}.")

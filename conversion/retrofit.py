@@ -26,7 +26,7 @@ from transformer2.conversion.files import (
 from transformer2.conversion.index import build_index
 from transformer2.conversion.llama_sources import LlamaSource, check_llama
 from transformer2.conversion.new_parameters import initialise, new_tensors
-from transformer2.conversion.paths import plain_os_errors, user_path
+from transformer2.conversion.paths import check_seed, plain_os_errors, user_path
 from transformer2.conversion.provenance import command, origin_of, original, write_readme
 from transformer2.conversion.publishing import PartialFolder, partial_folder, publish, require_free_name
 from transformer2.conversion.results import Conversion
@@ -82,6 +82,7 @@ def convert(
     output.
     """
     verify = known_level(verify)
+    check_seed(seed)
     if materialize not in WAYS:
         raise UserError(f"Unknown way to materialise {materialize!r}; choose one of: {', '.join(WAYS)}.")
     target_dtype, shard_bytes = known_dtype(dtype), parse_size(max_shard_size)

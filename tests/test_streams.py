@@ -6,15 +6,14 @@ import sys
 
 import pytest
 import torch
-from training_tools import IDENTITY_DDL, byte_tokenizer, checkpoint
+from training_tools import IDENTITY_DDL, byte_tokenizer, checkpoint, command, run_settings
 
 from transformer2.errors import UserError
+from transformer2.training.settings import load_settings
 
 FORMAT = "{% for m in messages %}{{ m.content }} {% endfor %}"
 START = "import sys; from transformer2_cli import main; main()"
 COMMAND = f"'{sys.executable}' -c '{START}'"
-    f"'{sys.executable}' -c 'import sys; sys.argv[0] = \"transformer2\"; from transformer2_cli import main; main()'"
-)
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +52,22 @@ def test_streams(model, line, code, words):
     assert done.returncode == code, done.stderr
     assert b"Traceback" not in done.stderr
     assert words in done.stderr
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 10**30])
+def test_seeds_that_no_generator_takes(model, tmp_path, monkeypatch, capsys, seed):
+    for arguments in (
+        ("convert", model, tmp_path / "out", "--residual", "mudd"),
+        ("init", "ddl-tiny", tmp_path / "out", "--tokenizer", model),
+        ("generate", model, "hello"),
+    ):
+        code, _, error = command(monkeypatch, capsys, *arguments, "--seed", seed)
+        assert code == UserError.exit_code
+        assert f"The seed must lie between 0 and 2^32 - 1, got {seed}." in error
+    for key in ("optimisation.seed", "data.hold_out_seed", "seeds"):
+        settings = run_settings(model, tmp_path / "out", tmp_path / "text.txt")
+        section, _, name = key.rpartition(".")
+        (settings[section] if section else settings)[name] = seed if section else [0, seed]
+        with pytest.raises(UserError, match=rf"{key} must lie between 0 and 2\^32 - 1, got {seed}"):
+            load_settings(settings)
+    assert not (tmp_path / "out").exists()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import CompileConfig, TextStreamer, set_seed
 
-from transformer2.conversion.paths import plain_os_errors
+from transformer2.conversion.paths import check_seed, plain_os_errors
 from transformer2.errors import MachineError, UserError
 from transformer2.training.loading import find_checkpoint, load_model, load_tokenizer
 
@@ -199,8 +199,7 @@ def check_options(
         raise UserError(f"Top-p must be above 0 and at most 1, got {top_p}.")
     if top_k is not None and top_k < 1:
         raise UserError(f"Top-k must be at least 1, got {top_k}.")
-    if seed is not None and not 0 <= seed < 2**32:
-        raise UserError(f"The seed must lie between 0 and 2^32 - 1, got {seed}.")
+    check_seed(seed or 0)
 
 
 def check_text(text: str) -> None:

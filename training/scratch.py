@@ -11,7 +11,7 @@ import torch
 import transformer2  # noqa: F401  registers the model family
 from transformer2 import Transformer2Config, Transformer2ForCausalLM
 from transformer2.configs import preset
-from transformer2.conversion.paths import plain_os_errors, user_path
+from transformer2.conversion.paths import check_seed, plain_os_errors, user_path
 from transformer2.conversion.publishing import partial_folder, publish
 from transformer2.errors import UserError
 from transformer2.training.loading import load_tokenizer
@@ -41,6 +41,7 @@ def start_from_scratch(
     """
     if dtype not in ("float32", "bfloat16", "float16"):
         raise UserError(f"Unknown dtype {dtype!r}; choose one of: float32, bfloat16, float16.")
+    check_seed(seed)
     source = user_path(tokenizer)
     if not source.is_dir():
         raise UserError(f"There is no folder {tokenizer} to take the tokenizer from.")

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import yaml
 
+from transformer2.conversion.paths import check_seed
 from transformer2.errors import UserError
 from transformer2.training.schema import CheckpointSettings, LoraSettings, ParameterGroup, TrackingSettings
 from transformer2.training.strict import build, override_with, read_yaml
@@ -242,8 +243,10 @@ def check(settings: Settings) -> None:
         raise UserError(f"evaluation.min_gain must not be negative, got {evaluation.min_gain}.")
     if data.eval_fraction is not None and not 0 < data.eval_fraction < 1:
         raise UserError(f"data.eval_fraction must lie between 0 and 1, got {data.eval_fraction}.")
-    if not 0 <= optimisation.seed < 2**32:
-        raise UserError(f"optimisation.seed must lie between 0 and 2^32 - 1, got {optimisation.seed}.")
+    check_seed(optimisation.seed, "optimisation.seed")
+    check_seed(data.hold_out_seed or 0, "data.hold_out_seed")
+    for seed in settings.seeds:
+        check_seed(seed, "Each of seeds")
     if data.eval_fraction is not None and data.eval is not None:
         raise UserError(
             "data.eval_fraction splits the training text, so it does not go with data.eval: drop one of them."
