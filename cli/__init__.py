@@ -43,7 +43,7 @@ for room in (
 ):
     room.add_commands(app)
 PREEMPTED = 143  # told to stop by SIGTERM, and ready to go on: no error
-INTERRUPTED = "Interrupted; nothing was left half-written."
+INTERRUPTED = "Interrupted; no file was left half-written."
 
 
 def _show_version(wanted: bool) -> None:

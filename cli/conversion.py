@@ -161,7 +161,9 @@ def parse_settings(
         target, equals, value = setting.partition("=")
         axis, dot, key = target.strip().partition(".")
         axis = axis.replace("-", "_")
-        if not equals or not dot or not key or axis not in choices or key == "type":
+        if key == "type" and axis in choices:
+            raise typer.BadParameter(f"the type is given by --{axis.replace('_', '-')} {value}.", param_hint="--set")
+        if not equals or not dot or not key or axis not in choices:
             raise typer.BadParameter(
                 f"{setting!r} should read residual.KEY=VALUE or local_mixer.KEY=VALUE.", param_hint="--set"
             )

@@ -58,7 +58,7 @@ def generate(
     if system is not None and not chat:
         raise typer.BadParameter("is for chats: add --chat.", param_hint="--system")
     if prompt == "-":
-        prompt = sys.stdin.read()
+        prompt = sys.stdin.read().removesuffix("\n")  # which `echo` adds
     with plain_os_errors():
         generator = Generator(model, dtype=dtype, device=device, attention=attention, compiled=compiled)
         options: dict[str, Any] = {

@@ -25,6 +25,8 @@ BAD_PATH = (
 
 def user_path(path: str | Path) -> Path:
     """A path as a user gives it: "~" is their home. Raises UserError for no such home, and for a link to nothing."""
+    if not str(path):
+        raise UserError("A path is empty: name a file or folder.")
     with plain_os_errors():
         path = Path(path).expanduser()
         if path.is_symlink() and not path.exists():

@@ -143,6 +143,12 @@ def repair(cache: Cache | None, config) -> None:
         if repaired is not layer and getattr(layer, "record_past", False):
             repaired.activate_past_recording()
         cache.layers[index] = repaired
+    hybrid = [layer for layer, kind in zip(cache.layers, config.layer_types, strict=False) if "hybrid" in kind]
+    if not all(hasattr(layer, "update_conv_state") for layer in hybrid):
+        raise ValueError(
+            "This cache was made for another model and cannot keep the states of local operators: make it with "
+            "config=model.config, or leave it out."
+        )
 
 
 def _repaired(layer: library.CacheLayerMixin, config, layer_idx: int) -> library.CacheLayerMixin:

@@ -62,10 +62,13 @@ def create_masks(
         )
 
     # Rows are packed where positions start again; a 2-D mask says that they are not, unless `seq_idx` insists.
-    if seq_idx is None and attention_mask is None and cache is None and position_ids is not None:
+    looks = cache is None or (length > 1 and not torch.compiler.is_compiling())
+    if looks and seq_idx is None and attention_mask is None and position_ids is not None:
         seq_idx = find_packed_sequence_indices(position_ids)
     same_document = None
     if seq_idx is not None:
+        if seq_idx.shape[-1] != length or seq_idx.dim() != 2:
+            raise ValueError(f"seq_idx has the shape {list(seq_idx.shape)}: give [batch, {length}], one per token.")
         _refuse_what_packing_cannot_do(config, inputs_embeds, cache, position_ids, kwargs)
         seq_idx = seq_idx.expand(len(inputs_embeds), -1)
         same_document = packed_sequence_mask_function(seq_idx)
@@ -126,7 +129,10 @@ def is_right_padded(attention_mask: Tensor | dict[str, Tensor | None] | None) ->
 
 def _refuse_what_packing_cannot_do(config, inputs_embeds, cache, position_ids, kwargs: dict[str, Any]) -> None:
     if isinstance(cache, StaticCache) or (cache is not None and cache.get_seq_length() > 0):
-        raise ValueError("Packed rows (seq_idx) start at their first token, so they cannot go on from a cache.")
+        raise ValueError(
+            "Packed rows (seq_idx, or position_ids that start again) start at their first token, so they cannot go on "
+            "from a cache, nor fill a static one: pass no cache, or an attention_mask if the row is one document."
+        )
     one_row = len(inputs_embeds) == 1 and position_ids is not None
     flash = "flash" in (config._attn_implementation or "")
     if flash and not one_row and kwargs.get("cu_seq_lens_q") is None:

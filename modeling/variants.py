@@ -90,8 +90,8 @@ def resolve(axis: str, value: str | dict[str, Any] | None, config) -> dict[str, 
         raise ValueError(f"Unknown {axis} type {kind!r}; choose one of: {', '.join(menu)}.")
     known = options_of(axis, kind)
     if unknown := [name for name in value if name not in known]:
-        names = ", ".join(known) or "none"
-        raise ValueError(f"{axis} {kind!r} has no option {unknown[0]!r}; its options are: {names}.")
+        menu_of_kind = f"; its options are: {', '.join(known)}." if known else ": it takes no options at all."
+        raise ValueError(f"{axis} {kind!r} has no option {unknown[0]!r}{menu_of_kind}")
     options = {name: value.get(name, parameter.default) for name, parameter in known.items()}
     for name, option in options.items():
         if not _fits(option, known[name].annotation):
@@ -105,6 +105,8 @@ def resolve(axis: str, value: str | dict[str, Any] | None, config) -> dict[str, 
                 f"local_mixer layers must be different numbers between 0 and {last}, at least one, got {layers}; null "
                 "means all of them."
             )
+        if options.get("site") == "embedding":
+            raise ValueError("The site embedding stands before all layers, once: leave layers out (null).")
     menu[kind].check(config, **options)
     return {"type": kind, **options, **({"layers": layers} if "layers" in known else {})}
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import LOCAL_MIXERS, RESIDUALS, case, tiny_model, tokens
+from helpers import LOCAL_MIXERS, RESIDUALS, case, tiny_llama, tiny_model, tokens
 from test_contract import decode
 from transformers import DynamicCache, QuantizedCache, StaticCache, cache_utils
 from transformers.cache_utils import StaticLayer
@@ -263,3 +263,36 @@ def test_an_empty_prompt(mixer):
     for run in (case("standard", mixer), case("standard", mixer).generate):
         with pytest.raises(ValueError, match="no tokens: give at least one"):
             run(empty)
+
+
+@pytest.mark.parametrize("mixer", ["none", "swa", "conv", "canon"])
+def test_packed_rows_stay_apart_in_an_empty_cache_and_are_refused_elsewhere(mixer):
+    """Positions that start again say that a row is packed, with a cache object as without one."""
+    model = tiny_model("standard", LOCAL_MIXERS[mixer]).double()
+    ids = tokens(batch=1, length=9)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    with torch.no_grad():
+        apart = torch.cat([model(part).logits for part in (ids[:, :4], ids[:, 4:])], 1)
+        for cache in (DynamicCache(config=model.config), DynamicCache()):
+            packed = model(ids, position_ids=positions, past_key_values=cache).logits
+            torch.testing.assert_close(packed, apart, atol=1e-10, rtol=0)
+        static = StaticCache(config=model.config, max_cache_len=32)
+        with pytest.raises(ValueError, match="cannot go on from a cache, nor fill a static one"):
+            model(ids, position_ids=positions, past_key_values=static)
+        filled = model(ids[:, :4], use_cache=True).past_key_values
+        with pytest.raises(ValueError, match="cannot go on from a cache"):
+            model(ids[:, :4], position_ids=torch.tensor([[4, 5, 0, 1]]), past_key_values=filled)
+        again = model(ids[:, 4:], position_ids=torch.arange(4, 9)[None], past_key_values=filled).logits
+        torch.testing.assert_close(again, model(ids).logits[:, 4:], atol=1e-10, rtol=0)
+
+
+def test_documents_need_a_number_for_every_token():
+    with pytest.raises(ValueError, match=r"seq_idx has the shape \[1, 3\]: give \[batch, 5\]"):
+        tiny_model()(tokens(batch=1, length=5), seq_idx=torch.zeros(1, 3, dtype=torch.int))
+
+
+def test_a_cache_of_another_model_is_refused():
+    model = tiny_model("standard", LOCAL_MIXERS["conv"])
+    foreign = tiny_llama()(tokens(length=3), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="This cache was made for another model"):
+        model(tokens(length=4), past_key_values=foreign)

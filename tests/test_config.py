@@ -24,7 +24,7 @@ def build(**fields):
             {"residual": {"type": "ddl", "channels": 4}},
             "has no option 'channels'; its options are: form, value_channels",
         ),
-        ({"residual": {"type": "standard", "form": "paper"}}, "has no option 'form'; its options are: none"),
+        ({"residual": {"type": "standard", "form": "paper"}}, "has no option 'form': it takes no options at all"),
         (
             {"residual": {"type": "ddl", "form": "exact"}},
             "'form' of 'ddl' must be one of: paper, identity, got 'exact'",
@@ -53,6 +53,10 @@ def build(**fields):
         ({"local_mixer": {"type": "canon", "letters": "AA"}}, "letters are A, B, C and D, each at most once"),
         ({"local_mixer": {"type": "canon", "letters": ""}}, "letters are A, B, C and D, each at most once"),
         ({"local_mixer": {"type": "canon", "form": "identity", "skip": False}}, "needs skip=true"),
+        (
+            {"local_mixer": {"type": "short_conv", "site": "embedding", "layers": [1]}},
+            "stands before all layers, once: leave layers out",
+        ),
         ({"local_mixer": {"type": "canon", "window": 4}}, "has no option 'window'; its options are: form, letters"),
         ({"residual": "mudd", "local_mixer": "canon"}, "no local mixer can sit on attention's input"),
         ({"residual": "dca", "local_mixer": {"type": "short_conv", "site": "attn"}}, "choose another place"),

@@ -185,7 +185,7 @@ def test_interrupted(run, llama_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(conversion, "convert", interrupted)
     code, out, err = run("convert", llama_folder, tmp_path / "out")
     assert (code, out) == (130, "")
-    assert err.strip() == "Interrupted; nothing was left half-written."
+    assert err.strip() == "Interrupted; no file was left half-written."
 
 
 def test_help_needs_neither_torch_nor_transformers():

@@ -79,6 +79,7 @@ def test_the_command_writes_the_text_alone_to_standard_output(model, monkeypatch
         (["--temperature", 0], "temperature must be at least 0.0001, got 0"),
         (["--temperature", 1e-300], "temperature must be at least 0.0001, got 1e-300"),
         (["--temperature", "nan"], "temperature must be at least 0.0001, got nan"),
+        (["--temperature", 0.5, "--no-do-sample"], "Without sampling, temperature, top-p and top-k mean nothing"),
         (["--seed", -1], "seed must lie between 0 and 2^32 - 1, got -1"),
         (["--seed", 2**32], "seed must lie between 0 and"),
         (["--dtype", "float8"], "Unknown dtype"),

@@ -55,7 +55,7 @@ def test_interrupted_conversion(llama_folder, tmp_path):
     arguments = ["convert", str(llama_folder), str(tmp_path / "new" / "out"), "--residual", "ddl"]
     code, said = stop_at("Verifying (L3)", signal.SIGINT, *arguments)
     assert code == 130
-    assert said.splitlines()[-1] == "Interrupted; nothing was left half-written."
+    assert said.splitlines()[-1] == "Interrupted; no file was left half-written."
     assert "Traceback" not in said
     assert names(tmp_path) == ["llama"]
 
@@ -63,7 +63,7 @@ def test_interrupted_conversion(llama_folder, tmp_path):
 def test_interrupted_training(settings, tmp_path):
     code, said = stop_at("frozen ", signal.SIGINT, "train", str(tmp_path / "run.yaml"))
     assert code == 130
-    assert said.splitlines()[-1] == "Interrupted; nothing was left half-written."
+    assert said.splitlines()[-1] == "Interrupted; no file was left half-written."
     assert "Traceback" not in said
     assert names(tmp_path) == ["model", "run.yaml", "text.txt"]
 

@@ -93,7 +93,7 @@ class Generator:
         check_text(prompt)
         encoded = self.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         if encoded["input_ids"].shape[1] == 0:
-            raise UserError("The prompt is empty.")
+            raise UserError("The prompt is empty: give some text.")
         return dict(encoded)
 
     def encode_chat(self, messages: list[dict[str, str]]) -> dict[str, Tensor]:
@@ -105,6 +105,8 @@ class Generator:
 
         for message in messages:
             check_text(message["content"])
+        if not messages[-1]["content"].strip():
+            raise UserError("The prompt is empty: give some text.")
 
         if not self.tokenizer.chat_template:
             raise UserError(
@@ -139,10 +141,15 @@ class Generator:
         check_options(max_new_tokens, temperature, top_p, top_k, seed)
         length, context = inputs["input_ids"].shape[1], self.network.config.max_position_embeddings
         if length >= context:
-            raise UserError(f"The prompt has {length:,} tokens, and the model's context is {context:,}: shorten it.")
+            raise UserError(
+                f"The prompt has {length:,} tokens, and the model's context is {context:,}: shorten it, and "
+                "in a chat start anew, whose earlier messages count."
+            )
         wanted: dict[str, Any] = {"do_sample": do_sample, "temperature": temperature, "top_p": top_p, "top_k": top_k}
         if do_sample is None and (temperature is not None or top_p is not None or top_k is not None):
             wanted["do_sample"] = True
+        if do_sample is False and len([value for value in wanted.values() if value is not None]) > 1:
+            raise UserError("Without sampling, temperature, top-p and top-k mean nothing: leave them out.")
         wanted = {name: value for name, value in wanted.items() if value is not None}
         if self.network.generation_config.pad_token_id is None:
             pad, end = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
@@ -188,6 +195,13 @@ def check_options(
     max_new_tokens: int, temperature: float | None, top_p: float | None, top_k: int | None, seed: int | None
 ) -> None:
     """Raise UserError for what `Generator.write` cannot do."""
+    whole = {"number of new tokens": max_new_tokens, "top-k": top_k, "seed": seed}
+    for name, value in whole.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise UserError(f"The {name} must be a whole number, got {value!r}.")
+    for name, value in (("temperature", temperature), ("top-p", top_p)):
+        if value is not None and not isinstance(value, int | float):
+            raise UserError(f"The {name} must be a number, got {value!r}.")
     if max_new_tokens < 1:
         raise UserError(f"The number of new tokens must be at least 1, got {max_new_tokens}.")
     if temperature is not None and not temperature >= LOWEST_TEMPERATURE:
@@ -204,6 +218,8 @@ def check_options(
 
 def check_text(text: str) -> None:
     """Raise UserError for bytes that are no text: Python passes them through arguments and streams in disguise."""
+    if not isinstance(text, str):
+        raise UserError(f"The prompt must be a text, got {type(text).__name__}.")
     try:
         text.encode()
     except UnicodeEncodeError as error:

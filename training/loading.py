@@ -40,7 +40,9 @@ def load_model(folder: Path, dtype: torch.dtype | str = "auto", attention: str |
             folder, dtype=dtype, output_loading_info=True, trust_remote_code=False, attn_implementation=attention
         )
     except ImportError as error:
-        raise MachineError(f"{attention} is not installed here: {str(error).strip().splitlines()[0]}") from error
+        raise MachineError(
+            f"{attention} is not installed here ({str(error).strip().splitlines()[0]}): use sdpa, or install it."
+        ) from error
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"Cannot load the model in {folder}: {str(error).strip().splitlines()[0]}") from error
     if missing := sorted(info["missing_keys"]):
