@@ -114,7 +114,9 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         with open(file, "rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             if 8 + length > size:
-                raise UserError(f"{file} is truncated: its header is cut off; download it again.")
+                raise UserError(
+                    f"{file} is truncated, its header being cut off, or is no safetensors file; download it again."
+                )
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
         entries = {
@@ -130,7 +132,18 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     expected = max((entry.end for entry in entries.values()), default=8 + length)
     if expected > size:
         raise UserError(f"{file} is truncated: {size:,} of {expected:,} bytes are there; download it again.")
+    if expected < size:
+        raise UserError(f"{file} has {size - expected:,} bytes more than its header says; download it again.")
     return entries
+
+
+def read_provenance(folder: Path) -> dict[str, Any]:
+    """What the conversion recorded. Raises UserError where that is missing, or not what a conversion writes."""
+    record = read_json(folder / PROVENANCE)
+    files = record.get("files")
+    if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
+        raise UserError(f"{folder / PROVENANCE} is broken: it does not list the files; convert the source again.")
+    return record
 
 
 @contextlib.contextmanager
@@ -191,6 +204,8 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def _without_safetensors(folder: Path) -> str:
     if not any(folder.glob("*.bin")) and not any(folder.glob("*.pt*")):
+        if any(folder.glob("*.safetensors")):
+            return f"{folder} has shards, but {INDEX_NAME} is missing, which says what is in which; download it, too."
         return f"{folder} has no weights: neither {SINGLE_NAME} nor {INDEX_NAME} is there."
     target = f"{folder}-safetensors"
     command = (

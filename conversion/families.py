@@ -55,6 +55,8 @@ def family_of(config: dict[str, Any], architectures: bool = True) -> Family:
     """
     kind, heads = config.get("model_type"), config.get("architectures") or []
     if kind not in FAMILIES:
+        if kind is None:
+            raise UserError("config.json names no model_type, so it is not known what the source is: restore it.")
         raise UserError(f"config.json says {kind!r}, and only these can be converted: {', '.join(FAMILIES)}.")
     family = FAMILIES[kind]
     if architectures and heads and family.model not in heads:
@@ -91,7 +93,7 @@ def read_config(config: dict[str, Any]) -> Any:
         )
     try:
         return config_class.from_dict(copy.deepcopy(config))
-    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError) as error:
         raise UserError(f"transformers refuses the source's config.json: {one_line(error)}") from None
 
 

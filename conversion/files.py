@@ -130,15 +130,15 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def require_space(folder: Path, num_bytes: int) -> None:
+def require_space(folder: Path, num_bytes: int, can_link: bool = False) -> None:
     """Raise MachineError unless the file system of `folder` has room for so many bytes."""
     free = shutil.disk_usage(folder).free
     if num_bytes > free:
-        raise MachineError(
-            f"{folder} has {_gigabytes(free)} free and {_gigabytes(num_bytes)} are needed; free some space, or use "
-            "materialize='link' (--materialize link on the command line), which shares the source's weights."
-        )
+        remedy = "free some space"
+        if can_link:
+            remedy += ", or use materialize='link' (--materialize link), which shares the source's weights"
+        raise MachineError(f"{folder} has {_amount(free)} free and {_amount(num_bytes)} are needed; {remedy}.")
 
 
-def _gigabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:,.2f} GB"
+def _amount(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.2f} GB" if num_bytes > 1e9 else f"{num_bytes / 1e6:,.0f} MB"

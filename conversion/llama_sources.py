@@ -107,7 +107,10 @@ def llama_shapes(config: Any) -> dict[str, tuple[int, ...]]:
         with torch.device("meta"):
             model = class_named(family_of(config.to_dict(), architectures=False).model)(config)
     except Exception as error:  # whatever a model makes of numbers that do not fit, assertions included
-        raise UserError(f"transformers cannot build the source from its config.json: {one_line(error)}") from None
+        raise UserError(
+            f"transformers cannot build the source from its config.json ({type(error).__name__}: "
+            f"{one_line(error)}): look for a name or number there that this transformers does not know."
+        ) from None
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 

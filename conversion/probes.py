@@ -131,5 +131,7 @@ def first_difference(expected: list[Tensor], actual: list[Tensor]) -> str:
     for index, (old, new) in enumerate(zip(expected, actual, strict=True)):
         if not torch.equal(old, new):
             place = "the embeddings" if index == 0 else f"layer {index - 1}"
+            if not old.isfinite().all():
+                return f"{place} (where the source itself computes NaN or infinities: look at its weights)"
             return f"{place} (largest difference {(old - new).abs().max().item():.3g})"
     return "the head or the cache: all layers agree without a cache"

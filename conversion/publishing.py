@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from transformer2.conversion.checkpoints import file_sha256
+from transformer2.conversion.checkpoints import PROVENANCE, file_sha256, read_json
 from transformer2.conversion.files import flush
 from transformer2.conversion.paths import parents_for, sentence
 from transformer2.errors import UserError
@@ -28,6 +28,8 @@ except ImportError:  # no locks on this system
     fcntl = None
 
 JOURNAL = ".journal.jsonl"
+# One of these is in every folder that we write, whatever the model is.
+OURS = (PROVENANCE, "training_report.json", "transformer2_preset.json", "dequantisation.json")
 
 
 class PartialFolder:
@@ -129,7 +131,15 @@ def swap_in(folder: Path, output: Path) -> None:
         raise
     flush(output.parent)
     if aside is not None:
-        shutil.rmtree(aside)
+        discard(aside)
+
+
+def discard(folder: Path) -> None:
+    """Delete an old output that was to be replaced, though parts of it be read-only."""
+    for path, _, _ in os.walk(folder):
+        with contextlib.suppress(OSError):
+            os.chmod(path, 0o700)
+    shutil.rmtree(folder, ignore_errors=True)  # whatever is left blocks nothing: it is tried again next time
 
 
 def require_free_name(output: Path, overwrite: bool) -> None:
@@ -144,7 +154,7 @@ def _settle(output: Path) -> None:
     """Undo, or finish, a `publish` that was killed between its renames, so that no old output is lost or left over."""
     for aside in sorted(output.parent.glob(f".{glob.escape(output.name)}.replaced-*")):
         if output.exists():
-            shutil.rmtree(aside)
+            discard(aside)
         else:
             os.rename(aside, output)
 
@@ -164,11 +174,24 @@ def _require_free(output: Path, overwrite: bool) -> None:
         return
     if overwrite and not (output / "config.json").is_file():
         raise UserError(f"{output} holds no model (no config.json), so it is not replaced; choose another name.")
+    if overwrite and not any((output / name).is_file() for name in OURS) and not _is_ours(output):
+        raise UserError(
+            f"{output} holds a model that transformer2 has not written, so it is not replaced; move it away, or "
+            "choose another name."
+        )
+    if overwrite and not os.access(output, os.W_OK):
+        raise UserError(f"{output} is read-only, so it is not replaced; make it writable, or choose another name.")
     if not overwrite:
         raise UserError(
             f"{output} already exists; choose another name, or replace it (overwrite=True in Python, --overwrite for "
             "`convert`, overwrite=true for `train`)."
         )
+
+
+def _is_ours(output: Path) -> bool:
+    with contextlib.suppress(UserError):
+        return read_json(output / "config.json").get("model_type") == "transformer2"
+    return False
 
 
 def _take_leftover(

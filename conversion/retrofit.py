@@ -96,6 +96,8 @@ def convert(
     say = progress or (lambda message: None)
     output = Path(os.path.abspath(user_path(output)))
     with plain_os_errors(output.parent):
+        if Path(source).is_dir():
+            _require_apart(Path(source), output)
         require_free_name(output, overwrite)
         say("Reading the source")
         origin = resolve_source(source, output, revision)
@@ -155,9 +157,12 @@ def _build(
     new_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in described.values())
     base_bytes = {"copy": llama.checkpoint.num_bytes, "rewrite": bytes_of(llama)}.get(method, 0)
     done = sum(entry["size"] for entry in partial.finished.values())
-    require_space(partial.path, max(0, base_bytes + new_bytes - done) + 64 * 2**20)
+    needed = max(0, base_bytes + new_bytes - done) + 64 * 2**20  # and some for tokenizer and index
+    require_space(partial.path.parent, needed, can_link=method == "copy")
 
     warnings = list(llama.notes)
+    if departure := departs_from_identity(config, llama):
+        warnings.append(f"{departure} does not start as the source model: the output computes something else.")
     if method == "link":
         warnings.append(
             "The base shards are hard links: editing them in place would alter the source as well, so both are "

@@ -58,7 +58,7 @@ def parse_size(size: int | str | None) -> int | None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)B?", str(size).strip().upper())
     if match is None or (count := int(float(match[1]) * UNITS[match[2]])) < 1:
-        raise UserError(f"Cannot read the shard size {size!r}: write it as 5GB or 500MB.")
+        raise UserError(f"Cannot read the shard size {size!r}: write it as 5GB or 500MB, more than nothing.")
     return count
 
 

@@ -18,6 +18,7 @@ from transformer2.conversion.checkpoints import (
     file_sha256,
     open_checkpoint,
     read_json,
+    read_provenance,
 )
 from transformer2.conversion.computed import compare_logits, exceeds_memory
 from transformer2.conversion.files import copy, write_json, write_text
@@ -75,7 +76,7 @@ def _provenance(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder} is no Transformer2 checkpoint, so there is nothing to strip.")
     if not (folder / PROVENANCE).is_file():
         raise UserError(f"{folder} was not converted from a plain checkpoint ({PROVENANCE} is missing).")
-    provenance = read_json(folder / PROVENANCE)
+    provenance = read_provenance(folder)
     if "original" not in provenance:
         raise UserError(
             f"{folder} was converted by version {provenance.get('tool_version')}, which kept too little of the source "

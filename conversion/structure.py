@@ -14,6 +14,7 @@ from transformer2.conversion.checkpoints import (
     TensorEntry,
     file_sha256,
     read_json,
+    read_provenance,
 )
 from transformer2.conversion.files import replace_json
 from transformer2.conversion.llama_sources import LlamaSource, some
@@ -67,7 +68,7 @@ def check_bytes(source: LlamaSource, output: Checkpoint) -> tuple[dict[str, list
 
 def fill_hashes(output: Checkpoint, hashes: dict[str, str]) -> None:
     """Put into the provenance the hashes of shards that were linked without being read."""
-    provenance = read_json(output.folder / PROVENANCE)
+    provenance = read_provenance(output.folder)
     missing = [name for name, entry in provenance["files"].items() if entry.get("sha256") is None and name in hashes]
     for name in missing:
         provenance["files"][name]["sha256"] = hashes[name]

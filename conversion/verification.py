@@ -27,6 +27,7 @@ from transformer2.conversion.llama_sources import LlamaSource, check_llama
 from transformer2.conversion.paths import FORBIDDEN, plain_os_errors, user_path
 from transformer2.conversion.results import Verification
 from transformer2.conversion.rewriting import cast_source, known_dtype
+from transformer2.conversion.shards import read_header_text
 from transformer2.conversion.sources import resolve_source
 from transformer2.conversion.structure import changed_files, check_bytes, check_structure, fill_hashes, summary
 from transformer2.conversion.trained import (
@@ -71,6 +72,10 @@ def verify(
     """
     level = known_level(level)
     output = user_path(output)
+    if text is not None and level != "L4":
+        raise UserError("A text is scored at L4 only: ask for that level, or leave the text out.")
+    if text is not None and not user_path(text).is_file():
+        raise UserError(f"There is no file {text}: name the text to score.")
     if not output.is_dir():
         raise UserError(f"There is no folder {output}.")
     if str(source).endswith(".gguf"):
@@ -154,6 +159,9 @@ def run_checks(
             "transformers": transformers.__version__,
         },
     }
+    if kept := _keeps_its_proof(source, output, result):
+        notes.append(kept)
+        return result
     try:
         write_json(output / RESULT, result)
     except OSError as error:
@@ -161,6 +169,20 @@ def run_checks(
             raise
         notes.append(f"{RESULT} could not be written, because the folder may not be changed.")
     return result
+
+
+def _keeps_its_proof(source: LlamaSource, output: Path, result: Verification) -> str | None:
+    """Why `verification.json` stays as it is, if it does: a mistaken or a weaker check must not replace a proof."""
+    try:
+        proof, record = read_json(output / RESULT), read_json(output / PROVENANCE)
+        headers = record["original"]["headers"]
+        other = {shard.name: read_header_text(shard) for shard in source.checkpoint.shards} != headers
+        stronger = proof["passed"] and LEVELS.index(proof["level"]) > LEVELS.index(result["level"])
+    except (UserError, KeyError, TypeError, ValueError):
+        return None
+    if other and not result["passed"]:
+        return f"This is not the source that the conversion recorded, so {RESULT} was left alone."
+    return f"{RESULT} keeps the proof of {proof['level']}." if stronger and result["passed"] else None
 
 
 def _trained(
