@@ -35,8 +35,9 @@ OURS = (PROVENANCE, "training_report.json", "transformer2_preset.json", "dequant
 class PartialFolder:
     """A folder under construction. `add` runs one step per file, unless the journal says that it is done already."""
 
-    def __init__(self, path: Path, journal, finished: dict[str, dict[str, Any]], overwrite: bool):
+    def __init__(self, path: Path, journal, finished: dict[str, dict[str, Any]], overwrite: bool, plain: bool):
         self.path, self._journal, self.finished, self.overwrite = path, journal, finished, overwrite
+        self.plain = plain
         self.reused: list[str] = []
 
     def add(self, name: str, write: Callable[[Path], str | None], hashed: bool = True) -> dict[str, Any]:
@@ -74,12 +75,18 @@ def _as_journalled(file: Path, known: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def partial_folder(
-    output: Path, fingerprint: dict[str, Any] | None = None, *, overwrite: bool = False, resume: bool = False
+    output: Path,
+    fingerprint: dict[str, Any] | None = None,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    plain: bool = False,
 ) -> Iterator[PartialFolder]:
     """The folder in which `output` is built; gone when this ends, unless `publish` renamed it.
 
     `fingerprint` says what is being made; a leftover is only gone on with if its own is the same. Raises UserError if
-    it is not, if another process is at work on the same output, or if `output` exists and may not be replaced.
+    it is not, if another process is at work on the same output, or if `output` exists and may not be replaced: what
+    transformer2 has not written never is, unless a `plain` model may be, which bears no mark of who wrote it.
     """
     path = journal = None
     with contextlib.ExitStack() as stack:
@@ -87,7 +94,7 @@ def partial_folder(
         try:
             with _one_at_a_time(output.parent):
                 _settle(output)
-                _require_free(output, overwrite)
+                _require_free(output, overwrite, plain)
                 path, finished = _take_leftover(output, fingerprint, resume)
                 if path is None:
                     path = output.parent / f".{output.name}.partial-{secrets.token_hex(4)}"
@@ -98,7 +105,7 @@ def partial_folder(
                 journal.truncate(0)
                 journal.write(json.dumps({"fingerprint": fingerprint}))
                 journal.flush()
-            yield PartialFolder(path, journal, finished, overwrite)
+            yield PartialFolder(path, journal, finished, overwrite, plain)
         finally:
             if path is not None and path.exists():
                 shutil.rmtree(path)
@@ -109,7 +116,7 @@ def partial_folder(
 def publish(partial: PartialFolder, output: Path) -> None:
     """Give the finished folder its name."""
     with _one_at_a_time(output.parent):
-        _require_free(output, partial.overwrite)
+        _require_free(output, partial.overwrite, partial.plain)
         (partial.path / JOURNAL).unlink()
         swap_in(partial.path, output)
 
@@ -142,12 +149,12 @@ def discard(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)  # whatever is left blocks nothing: it is tried again next time
 
 
-def require_free_name(output: Path, overwrite: bool) -> None:
+def require_free_name(output: Path, overwrite: bool, plain: bool = False) -> None:
     """Raise UserError if `output` exists and may not be replaced; an old one that a killed run lost comes back."""
     if output.parent.is_dir():
         with _one_at_a_time(output.parent):
             _settle(output)
-    _require_free(output, overwrite)
+    _require_free(output, overwrite, plain)
 
 
 def _settle(output: Path) -> None:
@@ -159,7 +166,7 @@ def _settle(output: Path) -> None:
             os.rename(aside, output)
 
 
-def _require_free(output: Path, overwrite: bool) -> None:
+def _require_free(output: Path, overwrite: bool, plain: bool) -> None:
     here = Path.cwd()
     if output.resolve() in (here, *here.parents):
         raise UserError(f"The output {str(output)!r} is the current folder or one around it; name a new folder.")
@@ -174,7 +181,8 @@ def _require_free(output: Path, overwrite: bool) -> None:
         return
     if overwrite and not (output / "config.json").is_file():
         raise UserError(f"{output} holds no model (no config.json), so it is not replaced; choose another name.")
-    if overwrite and not any((output / name).is_file() for name in OURS) and not _is_ours(output):
+    marked = any((output / name).is_file() for name in OURS) or _is_ours(output)
+    if overwrite and not marked and not plain:
         raise UserError(
             f"{output} holds a model that transformer2 has not written, so it is not replaced; move it away, or "
             "choose another name."

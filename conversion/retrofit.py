@@ -96,8 +96,6 @@ def convert(
     say = progress or (lambda message: None)
     output = Path(os.path.abspath(user_path(output)))
     with plain_os_errors(output.parent):
-        if Path(source).is_dir():
-            _require_apart(Path(source), output)
         require_free_name(output, overwrite)
         say("Reading the source")
         origin = resolve_source(source, output, revision)

@@ -56,13 +56,13 @@ def strip(
     if not folder.is_dir():
         raise UserError(f"There is no folder {folder}.")
     with plain_os_errors(output.parent):
-        require_free_name(output, overwrite)
+        require_free_name(output, overwrite, plain=True)
         converted, provenance = open_checkpoint(folder), _provenance(folder)
         if folder.resolve() in (output.resolve(), *output.resolve().parents):
             raise UserError(
                 f"The output {output} and the converted folder {folder} overlap; choose a folder elsewhere."
             )
-        with partial_folder(output, overwrite=overwrite) as partial:
+        with partial_folder(output, overwrite=overwrite, plain=True) as partial:
             report = _restore(partial, converted, provenance, say) or _export(
                 partial, converted, provenance, stream_layers, say
             )

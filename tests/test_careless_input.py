@@ -82,8 +82,10 @@ def test_what_is_not_ours_is_not_replaced(llama, tmp_path):
     with pytest.raises(UserError, match="holds a model that transformer2 has not written, so it is not replaced"):
         convert(llama, other, residual="ddl", overwrite=True)
     assert (other / "notes.txt").read_text() == "mine"
-    with pytest.raises(UserError, match="overlap"):
+    with pytest.raises(UserError, match="already exists"):
         convert(llama, llama, residual="ddl")
+    with pytest.raises(UserError, match="has not written, so it is not replaced"):
+        convert(llama, llama, residual="ddl", overwrite=True)
     ours = tmp_path / "ours"
     for residual in ("ddl", "mudd"):
         convert(llama, ours, residual=residual, verify="L1", overwrite=True)

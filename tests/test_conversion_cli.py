@@ -173,7 +173,7 @@ def test_settings():
         assert type(parsed) is type(value)
     choices = parse_settings("ddl", "none", ["residual.value=linear", "residual.k_eps=1e-6"])
     assert choices == {"residual": {"type": "ddl", "value": "linear", "k_eps": 1e-6}, "local_mixer": {"type": "none"}}
-    for wrong in ("value_channels=4", "residual.x", "depth.x=1", "residual.=1", "residual.type=ddl"):
+    for wrong in ("value_channels=4", "residual.x", "depth.x=1", "residual.=1"):
         with pytest.raises(BadParameter, match="should read"):
             parse_settings("ddl", "none", [wrong])
 

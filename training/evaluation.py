@@ -98,6 +98,7 @@ def evaluate(
     bits_per_byte}, kl (mean KL(base || model) per token, in nats) and top1_agreement.
     Raises UserError for bad input, CheckFailed where a model's output is not finite.
     """
+    find_checkpoint(model)  # before a text that may be large
     return score_texts(
         model,
         read_documents(text, text_column, separator, split),
