@@ -4,9 +4,14 @@ from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig, strict
 from transformers.modeling_rope_utils import RopeParameters
+from transformers.utils import logging
 
 from .variants import cache_slots, check_together, resolve
 
+logger = logging.get_logger(__name__)
+
+# One more whenever older code would compute something else from a new checkpoint, or could not load it.
+CODE_VERSION = 1
 # For full and for sliding attention: without and with states besides keys and values.
 LAYER_TYPES = {False: ("full_attention", "hybrid"), True: ("sliding_attention", "hybrid_sliding")}
 
@@ -35,6 +40,9 @@ class Transformer2Config(PreTrainedConfig):
         with every option filled in.
     local_mixer (`str` or `dict`, defaults to `"none"`):
         What mixes nearby tokens, e.g. `{"type": "short_swa", "window": 64}`, see `variants.LOCAL_MIXERS`.
+
+    code_version (`int`):
+        Of the model code that wrote the checkpoint. A newer one than that of this code gives a warning.
 
     Raises ValueError, with the menu, for an unknown type or option.
     """
@@ -83,6 +91,7 @@ class Transformer2Config(PreTrainedConfig):
     residual: str | dict[str, Any] | None = None
     local_mixer: str | dict[str, Any] | None = None
     layer_types: list[str] | None = None
+    code_version: int = CODE_VERSION
     number_of_conv_states: int = 0
 
     def __post_init__(self, **kwargs):
@@ -92,6 +101,13 @@ class Transformer2Config(PreTrainedConfig):
             self.num_key_value_heads = self.num_attention_heads
         if self.attention_output_bias is None:
             self.attention_output_bias = self.attention_bias
+        if self.code_version > CODE_VERSION:
+            logger.warning(
+                f"This checkpoint was written by version {self.code_version} of the model code, and version "
+                f"{CODE_VERSION} is installed, which may differ: upgrade transformer2, or uninstall it "
+                "and load the code in the checkpoint by trust_remote_code=True."
+            )
+        self.code_version = CODE_VERSION  # saving writes this code next to it
         self._resolve_variants()
         super().__post_init__(**kwargs)
 

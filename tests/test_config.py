@@ -1,6 +1,7 @@
 """The configuration: shorthand, stored options, and one clear sentence for every mistake."""
 
 import json
+import logging
 
 import pytest
 from helpers import SIZE
@@ -150,3 +151,20 @@ def test_every_option_is_documented():
 def test_the_form_defaults_to_the_papers():
     for kind in RESIDUALS.keys() - {"standard"}:
         assert build(residual=kind).residual["form"] == "paper"
+
+
+def test_a_checkpoint_of_newer_code_is_warned_of(tmp_path, caplog, monkeypatch):
+    Transformer2Config(residual="ddl").save_pretrained(tmp_path)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("transformer2"), "propagate", True)
+    Transformer2Config.from_pretrained(tmp_path)
+    assert not caplog.records
+    file = tmp_path / "config.json"
+    stored = json.loads(file.read_text())
+    file.write_text(json.dumps({**stored, "code_version": stored["code_version"] + 1}))
+    config = Transformer2Config.from_pretrained(tmp_path)
+    (record,) = [record for record in caplog.records if "version" in record.getMessage()]
+    assert "written by version 2 of the model code, and version 1 is installed" in record.getMessage()
+    assert "upgrade transformer2" in record.getMessage()
+    assert config.code_version == 1  # the code that saves it again
+    assert config.residual["type"] == "ddl"
