@@ -129,3 +129,16 @@ def test_links_lead_somewhere():
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
             if "://" not in target:
                 assert ((ROOT / page).parent / target).exists(), f"{page}: {target}"
+
+
+def test_the_tests_that_are_named_exist():
+    text, file = (ROOT / "docs/testing.md").read_text(encoding="utf-8"), ""
+    found = re.findall(r"`(test_\w+\.py)?(?:::(test_\w+))?`", text)
+    for name, function in found:
+        file = name or file
+        if name or function:
+            assert f"def {function or 'test_'}" in (ROOT / "tests" / file).read_text(encoding="utf-8"), (
+                file,
+                function,
+            )
+    assert len([function for _, function in found if function]) > 20
