@@ -132,7 +132,7 @@ def test_links_lead_somewhere():
 
 
 def test_the_tests_that_are_named_exist():
-    text, file = (ROOT / "docs/testing.md").read_text(encoding="utf-8"), ""
+    text, file = (ROOT / "docs/testing.md").read_text(encoding="utf-8").partition("## Failures")[2], ""
     found = re.findall(r"`(test_\w+\.py)?(?:::(test_\w+))?`", text)
     for name, function in found:
         file = name or file
