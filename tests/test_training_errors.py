@@ -103,7 +103,7 @@ def test_checkpoints_that_cannot_be_trained_are_named(run, tmp_path):
 def test_an_output_is_replaced_only_by_a_run_that_succeeded(run, tmp_path, settings):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("old")
-    (tmp_path / "out" / "config.json").write_text("{}")  # an older model
+    (tmp_path / "out" / "config.json").write_text('{"model_type": "transformer2"}')  # an older model
     settings["overwrite"] = True
     assert run("optimisation.lr.new=1e30", "optimisation.clip=null")[0] == 1
     assert (tmp_path / "out" / "notes.txt").read_text() == "old"
