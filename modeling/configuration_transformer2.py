@@ -97,6 +97,8 @@ class Transformer2Config(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.head_dim % 2:  # newer versions of the library check it themselves
+            raise ValueError(f"RoPE requires an even rotary dimension, and head_dim is {self.head_dim}.")
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.attention_output_bias is None:
