@@ -138,3 +138,16 @@ def test_the_settings_can_be_printed_without_a_run(settings, tmp_path, monkeypat
     code, _, error = command(monkeypatch, capsys, "train", tmp_path / "none.yaml")
     assert code == 2
     assert "Cannot read the configuration file" in error
+
+
+def test_a_model_that_is_broken_before_training_is_not_blamed_on_the_learning_rates(run, settings, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    settings["data"]["eval_tokens"] = 40
+    code, said = run()
+    assert code == 1
+    assert "Before any training, the model's loss on the held-out text is not finite" in said

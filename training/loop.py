@@ -269,7 +269,9 @@ class Loop:
     def _evaluate(self, stop: Callable[[], bool]) -> bool:
         """False where it was stopped on the way; then nothing has changed."""
         counters, settings = self.counters, self.settings.evaluation
-        scores = evaluate_held_out(self.accelerator, self.model, self.held_out, settings.rows_per_batch, stop)
+        scores = evaluate_held_out(
+            self.accelerator, self.model, self.held_out, settings.rows_per_batch, stop, counters.step
+        )
         if scores is None:
             return False
         counters.evaluations.append({"step": counters.step, **scores})

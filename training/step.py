@@ -49,11 +49,11 @@ def accumulate(
 
 
 def evaluate_held_out(
-    accelerator: Accelerator, model, rows: Rows, size: int, stop: Callable[[], bool] = lambda: False
+    accelerator: Accelerator, model, rows: Rows, size: int, stop: Callable[[], bool] = lambda: False, steps: int = 1
 ) -> dict[str, Any] | None:
     """{tokens, nll, perplexity, bits_per_byte} of the held-out rows, which the processes share, `size` at a time.
 
-    None where `stop`, which all processes answer alike, has said so on the way.
+    steps: taken so far. None where `stop`, which all processes answer alike, has said so on the way.
     """
     mine = list(range(accelerator.process_index, len(rows), accelerator.num_processes))
     longest = math.ceil(math.ceil(len(rows) / accelerator.num_processes) / size)  # batches, of any process
@@ -76,6 +76,11 @@ def evaluate_held_out(
     if stopped:
         return None
     targets, nats, num_bytes, *_ = accelerator.reduce(sums, reduction="sum").tolist()
+    if not math.isfinite(nats) and steps == 0:
+        raise CheckFailed(
+            "Before any training, the model's loss on the held-out text is not finite, so nothing was written: look "
+            "for NaN in its weights, or try optimisation.precision=fp32."
+        )
     if not math.isfinite(nats):
         raise CheckFailed(
             "The loss on the held-out text is not finite, so nothing was written: lower the learning rates, or try "
