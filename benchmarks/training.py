@@ -34,7 +34,7 @@ VOCABULARY, LENGTH, ROWS = 16_384, 512, 8
 SETTINGS = ("transformer2", "trl", "trl packing")
 
 WORKER = """
-import json, sys, time, warnings
+import json, sys, time
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -66,7 +66,8 @@ def train(
     finally:
         _leave_process_group()
     if main_process and "sentence" in report:  # of a comparison
-        print(json.dumps(report, indent=2) if as_json else f"{report['sentence']}\n{_folders(settings.output)}")
+        wrote = f"Wrote {settings.output}/report.md; the models are in {settings.output}/ARM-seedN."
+        print(json.dumps(report, indent=2) if as_json else f"{report['sentence']}\n{wrote}")
     elif main_process:
         for warning in report["warnings"]:
             print(f"Warning: {warning}", file=sys.stderr)
@@ -78,10 +79,6 @@ def _leave_process_group() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def _folders(output: str) -> str:
-    return f"Wrote {output}/report.md; the models are in {output}/ARM-seedN."
 
 
 def _train_summary(report: dict[str, Any], output: str) -> str:

@@ -181,8 +181,7 @@ def _require_free(output: Path, overwrite: bool, plain: bool) -> None:
         return
     if overwrite and not (output / "config.json").is_file():
         raise UserError(f"{output} holds no model (no config.json), so it is not replaced; choose another name.")
-    marked = any((output / name).is_file() for name in OURS) or _is_ours(output)
-    if overwrite and not marked and not plain:
+    if overwrite and not plain and not _is_ours(output):
         raise UserError(
             f"{output} holds a model that transformer2 has not written, so it is not replaced; move it away, or "
             "choose another name."
@@ -197,6 +196,8 @@ def _require_free(output: Path, overwrite: bool, plain: bool) -> None:
 
 
 def _is_ours(output: Path) -> bool:
+    if any((output / name).is_file() for name in OURS):
+        return True
     with contextlib.suppress(UserError):
         return read_json(output / "config.json").get("model_type") == "transformer2"
     return False

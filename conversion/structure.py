@@ -160,10 +160,9 @@ def _files(output: Checkpoint) -> list[str]:
 def planned_files(output: Checkpoint) -> dict[str, dict] | None:
     """What the conversion said that it wrote: name -> size, hash and origin."""
     try:
-        files = read_json(output.folder / PROVENANCE).get("files")
+        return read_provenance(output.folder)["files"]
     except UserError:
         return None
-    return files if isinstance(files, dict) else None
 
 
 def summary(wrong: list[str]) -> str:

@@ -72,10 +72,11 @@ def verify(
     """
     level = known_level(level)
     output = user_path(output)
-    if text is not None and level != "L4":
-        raise UserError("A text is scored at L4 only: ask for that level, or leave the text out.")
-    if text is not None and not user_path(text).is_file():
-        raise UserError(f"There is no file {text}: name the text to score.")
+    if text is not None:
+        if level != "L4":
+            raise UserError("A text is scored at L4 only: ask for that level, or leave the text out.")
+        if not (text := user_path(text)).is_file():
+            raise UserError(f"There is no file {text}: name the text to score.")
     if not output.is_dir():
         raise UserError(f"There is no folder {output}.")
     if str(source).endswith(".gguf"):
@@ -90,7 +91,7 @@ def verify(
             level,
             fresh_process=fresh_process,
             stream_layers=stream_layers,
-            text=None if text is None else user_path(text),
+            text=text,
             progress=progress,
         )
 

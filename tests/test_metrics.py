@@ -30,7 +30,8 @@ def models(tmp_path):
 def load(monkeypatch, tmp_path):
     """`evaluate.load` of one of our metrics, with caches of its own."""
     monkeypatch.setenv("HF_EVALUATE_OFFLINE", "1")
-    evaluate = pytest.importorskip("evaluate")
+    import evaluate  # only now, as it reads the environment
+
     return lambda name: evaluate.load(metrics.path(name), cache_dir=str(tmp_path / "cache"), experiment_id=name)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformer2.conversion.paths import plain_os_errors
 from transformer2.errors import CheckFailed, UserError
 from transformer2.training.data import read_documents, tokenize
-from transformer2.training.loading import find_checkpoint, load_model, load_tokenizer
+from transformer2.training.loading import default_device, find_checkpoint, load_model, load_tokenizer, loading_dtype
 from transformer2.training.packing import IGNORED, Row, collate
 
 POSITIONS_AT_ONCE = 512  # whose log-probabilities over the whole vocabulary are in memory together
@@ -98,9 +98,8 @@ def evaluate(
     bits_per_byte}, kl (mean KL(base || model) per token, in nats) and top1_agreement.
     Raises UserError for bad input, CheckFailed where a model's output is not finite.
     """
-    find_checkpoint(model)  # before a text that may be large
     return score_texts(
-        model,
+        find_checkpoint(model),  # before a text that may be large
         read_documents(text, text_column, separator, split),
         against=against,
         sequence_length=sequence_length,
@@ -130,8 +129,7 @@ def score_texts(
             raise UserError(
                 f"The {name} must be at least 2, got {value}: each token is predicted from those before it."
             )
-    if dtype != "auto" and dtype not in ("float32", "bfloat16", "float16"):
-        raise UserError(f"Unknown dtype {dtype!r}; choose one of: auto, float32, bfloat16, float16.")
+    torch_dtype = loading_dtype(dtype)
     folder = find_checkpoint(model)
     base_folder = find_checkpoint(against) if against is not None else None
     tokenizer = load_tokenizer(folder)
@@ -139,8 +137,7 @@ def score_texts(
     if base_folder is not None:
         _check_same_tokens(documents[0], tokenizer, load_tokenizer(base_folder))
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
+    device = default_device()
     network = load_model(folder, torch_dtype).to(device).eval()
     base = load_model(base_folder, torch_dtype).to(device).eval() if base_folder is not None else None
     sequence_length = sequence_length or min(1024, getattr(network.config, "max_position_embeddings", None) or 1024)

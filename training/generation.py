@@ -11,9 +11,8 @@ from transformers import CompileConfig, TextStreamer, set_seed
 
 from transformer2.conversion.paths import check_seed, plain_os_errors
 from transformer2.errors import MachineError, UserError
-from transformer2.training.loading import find_checkpoint, load_model, load_tokenizer
+from transformer2.training.loading import default_device, find_checkpoint, load_model, load_tokenizer, loading_dtype
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOWEST_TEMPERATURE = 1e-4  # below, logits divided by it leave float32
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 
@@ -75,8 +74,7 @@ class Generator:
         attention: str | None = None,
         compiled: bool = False,
     ):
-        if dtype not in DTYPES:
-            raise UserError(f"Unknown dtype {dtype!r}; choose one of: {', '.join(DTYPES)}.")
+        kind = loading_dtype(dtype)
         if attention is not None and attention not in ATTENTION:
             raise UserError(f"Unknown attention backend {attention!r}; choose one of: {', '.join(ATTENTION)}.")
         self.device = known_device(device)
@@ -84,7 +82,6 @@ class Generator:
             raise MachineError("flex_attention does not decode on a CPU: use sdpa or eager.")
         folder = find_checkpoint(model)
         self.tokenizer = load_tokenizer(folder)
-        kind = dtype if dtype == "auto" else getattr(torch, dtype)
         self.network = load_model(folder, kind, attention).eval().to(self.device)
         self.compiled = compiled
 
@@ -229,7 +226,7 @@ def check_text(text: str) -> None:
 def known_device(name: str) -> torch.device:
     """The device of that name, "auto" being a GPU if there is one. Raises UserError if it is none or is not there."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return default_device()
     try:
         device = torch.device(name)
         torch.empty(1, device=device)

@@ -4,11 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from transformer2.conversion.paths import plain_os_errors
 from transformer2.errors import MachineError, UserError
-from transformer2.training.loading import find_checkpoint, load_model, load_tokenizer
+from transformer2.training.loading import default_device, find_checkpoint, load_model, load_tokenizer, loading_dtype
 
 
 @plain_os_errors()
@@ -45,8 +43,7 @@ def run_tasks(
             raise UserError(f"The {name} must be at least 1, got {value}.")
     if num_fewshot is not None and num_fewshot < 0:
         raise UserError(f"The number of examples in the prompt cannot be negative, got {num_fewshot}.")
-    if dtype != "auto" and dtype not in ("float32", "bfloat16", "float16"):
-        raise UserError(f"Unknown dtype {dtype!r}; choose one of: auto, float32, bfloat16, float16.")
+    torch_dtype = loading_dtype(dtype)
     if task_folder is not None and not Path(task_folder).is_dir():
         raise UserError(f"There is no folder {task_folder} with tasks.")
     manager = TaskManager(include_path=None if task_folder is None else str(task_folder))
@@ -58,8 +55,7 @@ def run_tasks(
                 f"There is no task {task!r}; `lm-eval ls tasks` lists those of lm-evaluation-harness, and your own go "
                 "into the folder of --task-folder."
             )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
+    device = default_device()
     folders = {"tasks": find_checkpoint(model), "base": None if against is None else find_checkpoint(against)}
     report: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "base": None}
     for kind, folder in folders.items():

@@ -11,6 +11,21 @@ from transformer2.errors import MachineError, UserError
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+LOADED_AS = ("auto", "float32", "bfloat16", "float16")
+
+
+def loading_dtype(name: str) -> torch.dtype | str:
+    """ "auto" (as stored), or the type of that name, for `load_model`. Raises UserError for another one."""
+    if name not in LOADED_AS:
+        raise UserError(f"Unknown dtype {name!r}; choose one of: {', '.join(LOADED_AS)}.")
+    return name if name == "auto" else getattr(torch, name)
+
+
+def default_device() -> torch.device:
+    """A GPU if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def find_checkpoint(model: str | Path) -> Path:
     """A folder, or the name of a hub model -> its folder on this machine (downloaded where it is not yet there).
 

@@ -5,10 +5,20 @@ base_agreement  mean KL(base || model) per token, and how often both have the sa
 """
 
 from pathlib import Path
+from typing import Any
 
 from transformer2.errors import UserError
 
 METRICS = ("likelihood", "base_agreement")
+
+
+def of_texts(description: str, use: str) -> Any:
+    """The `evaluate.MetricInfo` of a metric whose predictions are texts, one string per document."""
+    import datasets
+    import evaluate
+
+    texts = datasets.Features({"predictions": datasets.Value("string")})
+    return evaluate.MetricInfo(description=description, citation="", inputs_description=use, features=texts)
 
 
 def path(name: str) -> str:

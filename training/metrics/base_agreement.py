@@ -1,9 +1,9 @@
 """How far a model is from the one that it was made from, on texts, as a metric of the library `evaluate`."""
 
-import datasets
 import evaluate
 
 from transformer2.training.evaluation import score_texts
+from transformer2.training.metrics import of_texts
 
 USE = """
 Args:
@@ -23,12 +23,7 @@ class BaseAgreement(evaluate.Metric):
     """KL divergence from the base, and agreement with its first choice."""
 
     def _info(self) -> evaluate.MetricInfo:
-        return evaluate.MetricInfo(
-            description=__doc__,
-            citation="",
-            inputs_description=USE,
-            features=datasets.Features({"predictions": datasets.Value("string")}),
-        )
+        return of_texts(__doc__, USE)
 
     def _compute(
         self,

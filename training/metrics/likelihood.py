@@ -1,9 +1,9 @@
 """How well a causal language model predicts texts, every token alike, as a metric of the library `evaluate`."""
 
-import datasets
 import evaluate
 
 from transformer2.training.evaluation import score_texts
+from transformer2.training.metrics import of_texts
 
 USE = """
 Args:
@@ -23,12 +23,7 @@ class Likelihood(evaluate.Metric):
     """Perplexity, nats per token and bits per byte."""
 
     def _info(self) -> evaluate.MetricInfo:
-        return evaluate.MetricInfo(
-            description=__doc__,
-            citation="",
-            inputs_description=USE,
-            features=datasets.Features({"predictions": datasets.Value("string")}),
-        )
+        return of_texts(__doc__, USE)
 
     def _compute(
         self, predictions: list[str], model: str, sequence_length: int | None = None, rows_per_batch: int = 1
